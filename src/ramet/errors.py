@@ -1,0 +1,73 @@
+"""The exceptions Ramet raises. Everything a caller can mend derives from :class:`RametError`.
+
+Bad arguments are both a ``RametError`` and a ``ValueError``, so that callers of the attention library need not know
+our hierarchy. A message says what was wrong, the value, what is allowed, and how to change it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any, TypeVar
+
+
+class RametError(Exception):
+    """Base of all errors that Ramet raises on purpose."""
+
+
+class InvalidArgument(RametError, ValueError):
+    """An argument or a field has a value that is not allowed."""
+
+
+class Unsupported(RametError, ValueError):
+    """What was asked for is known but not supported; the message names it."""
+
+
+class ModelError(RametError):
+    """A model folder, file, name or weight cannot be used."""
+
+
+class OutOfMemory(RametError):
+    """Memory does not suffice; the message says which setting to change, and to what."""
+
+
+class CapacityExceeded(RametError):
+    """A fixed capacity (pages, slots, items of a plan) is exhausted."""
+
+
+class Closed(RametError):
+    """The engine was closed; no further call is possible."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return ``"; did you mean 'x'?"`` for the closest known name, or an empty string.
+
+    Examples
+    --------
+    >>> nearest("temprature", ["temperature", "top_p"])
+    "; did you mean 'temperature'?"
+    """
+    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {found[0]!r}?" if found else ""
+
+
+T = TypeVar("T", bound=type)
+
+
+def known_fields_only(cls: T) -> T:
+    """Class decorator for dataclasses: an unknown keyword is an :class:`InvalidArgument` with the nearest name."""
+    names = tuple(cls.__dataclass_fields__)  # type: ignore[attr-defined]
+    init: Callable[..., None] = cls.__init__  # type: ignore[misc]
+
+    @wraps(init)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        for name in kwargs:
+            if name not in names:
+                raise InvalidArgument(
+                    f"{cls.__name__} has no field {name!r}{nearest(name, names)} Known fields: {', '.join(names)}."
+                )
+        init(self, *args, **kwargs)
+
+    cls.__init__ = checked  # type: ignore[misc]
+    return cls
