@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, Protocol
 
 import tokenizers
 from tokenizers import decoders
 
 
-class TextStream(Protocol):
-    """A source of text that becomes certain as tokens arrive."""
+class IncrementalDetokenizer(Protocol):
+    """Turns the tokens of one sample into text while they arrive; ``Tokenizer.detokenizer()`` makes one.
 
-    def push(self, ids: Iterable[int]) -> str:
-        """Take tokens; return the text that is new and can no longer change."""
+    What it returned never changes, holds no half character, and at the end is equal to decoding all tokens at once.
+    """
+
+    def push(self, ids: Sequence[int]) -> str:
+        """Take new tokens; return the text that has become certain (often empty)."""
 
     def finish(self) -> str:
-        """Return the rest, with U+FFFD for bytes that never became a character."""
+        """Return what is left; U+FFFD stands for bytes that never became a character."""
+
+
+class TokenTable(NamedTuple):
+    """What tokens stand for."""
+
+    raw: dict[int, bytes]  #: every token
+    text: dict[int, str]  #: those that are whole characters: nearly all that come, and the cheap ones
 
 
 class TokenBytes:
     """The bytes of every token of a byte-level tokenizer.
 
-    The text of tokens is then the UTF-8 decoding of their joined bytes: decoding needs no context, a stream needs to
-    hold back three bytes at most, and a token costs one look-up.
+    The text of tokens is then the UTF-8 decoding of their joined bytes: decoding needs no context, a detokenizer holds
+    back three bytes at most, and a token costs one look-up.
 
     Parameters
     ----------
@@ -35,35 +45,57 @@ class TokenBytes:
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         byte_of = {char: byte for byte, char in enumerate(_byte_alphabet())}
-        self.all = {i: _token_bytes(text, byte_of) for text, i in tokenizer.get_vocab(with_added_tokens=True).items()}
-        self.plain = {i: b"" if i in special else raw for i, raw in self.all.items()}
+        everything = {i: _token_bytes(text, byte_of) for text, i in tokenizer.get_vocab(with_added_tokens=True).items()}
+        plain = {i: b"" if i in special else raw for i, raw in everything.items()}
+        self._tables = {
+            skip: TokenTable(raw, _whole_characters(raw)) for skip, raw in ((False, everything), (True, plain))
+        }
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool) -> str:
         """Return the text of a whole sequence; ids outside the vocabulary stand for nothing."""
-        table = self.plain if skip_special_tokens else self.all
-        return b"".join([table.get(i, b"") for i in ids]).decode("utf-8", "replace")
+        raw = self._tables[skip_special_tokens].raw
+        return b"".join([raw.get(i, b"") for i in ids]).decode("utf-8", "replace")
 
-    def stream(self, skip_special_tokens: bool) -> TextStream:
-        """Return a new stream."""
-        return _ByteStream(self.plain if skip_special_tokens else self.all)
+    def detokenizer(self, skip_special_tokens: bool) -> IncrementalDetokenizer:
+        """Return a detokenizer for one sample."""
+        return ByteDetokenizer(self._tables[skip_special_tokens])
 
 
-class _ByteStream:
-    """Decodes the bytes of tokens as UTF-8; Python's decoder keeps what may still become a character."""
+class ByteDetokenizer:
+    """Decodes the bytes of tokens as UTF-8 and keeps those that may still become a character.
 
-    def __init__(self, table: dict[int, bytes]) -> None:
-        self._table = table
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+    Parameters
+    ----------
+    table : TokenTable
 
-    def push(self, ids: Iterable[int]) -> str:
-        table = self._table
-        return self._decode(b"".join([table.get(i, b"") for i in ids]))
+    Examples
+    --------
+    >>> detokenizer = ByteDetokenizer(TokenTable({0: b"a", 1: b"\\xc3", 2: b"\\xa9"}, {0: "a"}))
+    >>> detokenizer.push([0]), detokenizer.push([1]), detokenizer.push([2])
+    ('a', '', 'é')
+    """
+
+    def __init__(self, table: TokenTable) -> None:
+        self._raw, self._text = table
+        self._rest = b""
+
+    def push(self, ids: Sequence[int]) -> str:
+        if not self._rest:
+            try:
+                return "".join([self._text[i] for i in ids])
+            except KeyError:
+                pass  # a token with half a character, or an id outside the vocabulary
+        data = self._rest + b"".join([self._raw.get(i, b"") for i in ids])
+        text, used = codecs.utf_8_decode(data, "replace", False)
+        self._rest = data[used:]
+        return text
 
     def finish(self) -> str:
-        return self._decode(b"", True)
+        text, self._rest = self._rest.decode("utf-8", "replace"), b""
+        return text
 
 
-class WindowStream:
+class WindowDetokenizer:
     """Text of a tokenizer that is not byte-level: decodes a window of tokens and emits what it adds.
 
     A run of byte tokens (``<0xF0>``) is held back until another token ends it, for one wrong byte turns the whole run
@@ -86,7 +118,7 @@ class WindowStream:
         self._context: list[int] = []  # what was emitted last: decoders strip a space from what comes first
         self._pending: list[int] = []
 
-    def push(self, ids: Iterable[int]) -> str:
+    def push(self, ids: Sequence[int]) -> str:
         self._pending += [i for i in ids if not self._is_skipped(i)]
         if not self._pending or self._is_byte(self._pending[-1]):
             return ""
@@ -102,58 +134,13 @@ class WindowStream:
         return text[len(before) :]
 
 
-class IncrementalDetokenizer:
-    """Turns the tokens of one sample into text while they arrive.
-
-    What it returned never changes, holds no half character, and at the end is equal to decoding all tokens at once.
-
-    Parameters
-    ----------
-    stream : TextStream
-        From :meth:`ramet.frontend.tokenizer.Tokenizer.stream`.
-
-    Examples
-    --------
-    >>> from tokenizers import Tokenizer, decoders, models
-    >>> backend = Tokenizer(models.BPE(vocab={"Ã": 0, "©": 1}, merges=[]))
-    >>> backend.decoder = decoders.ByteLevel()
-    >>> detokenizer = IncrementalDetokenizer(TokenBytes(backend).stream(skip_special_tokens=True))
-    >>> detokenizer.push([0]), detokenizer.push([1]), detokenizer.text
-    ('', 'é', 'é')
-    """
-
-    def __init__(self, stream: TextStream) -> None:
-        self._stream = stream
-        self._parts: list[str] = []
-
-    @property
-    def text(self) -> str:
-        """Everything returned so far."""
-        if len(self._parts) > 1:
-            self._parts = ["".join(self._parts)]
-        return self._parts[0] if self._parts else ""
-
-    def push(self, ids: Iterable[int]) -> str:
-        """Take new tokens; return the text that has become certain (often empty, never half a character)."""
-        return self._keep(self._stream.push(ids))
-
-    def finish(self) -> str:
-        """Return what is left; U+FFFD stands for bytes that never became a character."""
-        return self._keep(self._stream.finish())
-
-    def _keep(self, text: str) -> str:
-        if text:
-            self._parts.append(text)
-        return text
-
-
 def is_byte_level(tokenizer: tokenizers.Tokenizer) -> bool:
     """Whether the tokens of a tokenizer are bytes written in the GPT-2 alphabet."""
     return isinstance(tokenizer.decoder, decoders.ByteLevel)
 
 
-def window_stream(tokenizer: tokenizers.Tokenizer, skip_special_tokens: bool) -> TextStream:
-    """Return a stream for a tokenizer that is not byte-level (SentencePiece with byte fallback)."""
+def window_detokenizer(tokenizer: tokenizers.Tokenizer, skip_special_tokens: bool) -> WindowDetokenizer:
+    """Return a detokenizer for a tokenizer that is not byte-level (SentencePiece with byte fallback)."""
     special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     bytes_ = {i for b in range(256) if (i := tokenizer.token_to_id(f"<0x{b:02X}>")) is not None}
 
@@ -163,7 +150,7 @@ def window_stream(tokenizer: tokenizers.Tokenizer, skip_special_tokens: bool) ->
     def is_skipped(i: int) -> bool:
         return tokenizer.id_to_token(i) is None or (skip_special_tokens and i in special)
 
-    return WindowStream(decode, is_skipped, bytes_.__contains__)
+    return WindowDetokenizer(decode, is_skipped, bytes_.__contains__)
 
 
 def _byte_alphabet() -> list[str]:
@@ -179,3 +166,14 @@ def _token_bytes(text: str, byte_of: dict[str, int]) -> bytes:
         return bytes([byte_of[char] for char in text])
     except KeyError:
         return text.encode()
+
+
+def _whole_characters(table: dict[int, bytes]) -> dict[int, str]:
+    """The tokens whose bytes are valid UTF-8 by themselves."""
+    text = {}
+    for i, raw in table.items():
+        try:
+            text[i] = raw.decode()
+        except UnicodeDecodeError:
+            continue
+    return text

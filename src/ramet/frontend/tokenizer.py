@@ -13,13 +13,7 @@ import tokenizers
 
 from ramet.errors import InvalidArgument, ModelError, Unsupported
 from ramet.frontend.chat_template import ChatTemplate, Message, choose_template
-from ramet.frontend.detokenizer import (
-    IncrementalDetokenizer,
-    TextStream,
-    TokenBytes,
-    is_byte_level,
-    window_stream,
-)
+from ramet.frontend.detokenizer import IncrementalDetokenizer, TokenBytes, is_byte_level, window_detokenizer
 from ramet.frontend.gguf_metadata import read_metadata
 from ramet.frontend.gguf_tokenizer import build_tokenizer, gguf_word_rule
 from ramet.models.files import ModelFiles
@@ -115,15 +109,11 @@ class Tokenizer:
         """Return the text of one token by itself; half a character shows as U+FFFD."""
         return self.decode([token_id])
 
-    def stream(self, skip_special_tokens: bool = True) -> TextStream:
-        """Return a raw stream of text; :meth:`detokenizer` remembers the text as well."""
-        if self._bytes is not None:
-            return self._bytes.stream(skip_special_tokens)
-        return window_stream(self.backend, skip_special_tokens)
-
     def detokenizer(self, skip_special_tokens: bool = True) -> IncrementalDetokenizer:
         """Return a detokenizer for one sample."""
-        return IncrementalDetokenizer(self.stream(skip_special_tokens))
+        if self._bytes is not None:
+            return self._bytes.detokenizer(skip_special_tokens)
+        return window_detokenizer(self.backend, skip_special_tokens)
 
     def render_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any) -> str:
         """Return a conversation as the text the model was trained on."""
