@@ -6,9 +6,12 @@ import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ramet.errors import ModelError
+
+if TYPE_CHECKING:
+    from ramet.models.gguf import GgufFile
 
 
 @dataclass(frozen=True)
@@ -63,12 +66,19 @@ class ModelFiles:
         return content
 
     @cached_property
-    def config(self) -> dict[str, Any]:
-        """The model's configuration with Hugging Face keys (made from the metadata for GGUF)."""
-        if self.gguf is not None:
-            from ramet.models.gguf import hf_config
+    def gguf_file(self) -> GgufFile:
+        """The opened GGUF file."""
+        from ramet.models.gguf import GgufFile
 
-            return hf_config(self.gguf_metadata, self.gguf)
+        if self.gguf is None:
+            raise ModelError(f"{self.name} is not a GGUF file.")
+        return GgufFile(self.gguf)
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The model's configuration with Hugging Face keys (translated for GGUF)."""
+        if self.gguf is not None:
+            return self.gguf_file.config
         config = self.read_json("config.json")
         if config is None:
             raise ModelError(f"{self.folder} has no config.json: it is no Hugging Face model folder.")
@@ -81,12 +91,5 @@ class ModelFiles:
 
     @cached_property
     def gguf_metadata(self) -> dict[str, Any]:
-        """All key-value pairs of the GGUF file (``general.*``, ``tokenizer.*``, ...); empty for a folder.
-
-        Reading them takes seconds (one Python object per vocabulary entry), so they are read once.
-        """
-        if self.gguf is None:
-            return {}
-        from ramet.models.gguf import read_metadata
-
-        return read_metadata(self.gguf)
+        """All key-value pairs of the GGUF file (``general.*``, ``tokenizer.*``, ...); empty for a folder."""
+        return {} if self.gguf is None else self.gguf_file.metadata
