@@ -1,0 +1,1 @@
+"""The ``ramet`` command. Importing it loads neither torch nor a model."""
