@@ -194,6 +194,8 @@ def gguf_bytes(metadata: dict) -> bytes:
         assert isinstance(value, list)
         if isinstance(value[0], str):
             return struct.pack("<IIQ", 9, 8, len(value)) + b"".join(map(text, value))
+        if isinstance(value[0], float):
+            return struct.pack(f"<IIQ{len(value)}f", 9, 6, len(value), *value)
         return struct.pack(f"<IIQ{len(value)}i", 9, 5, len(value), *value)
 
     body = b"".join(text(k) + typed(v) for k, v in metadata.items())
@@ -294,9 +296,10 @@ def test_a_missing_pre_tokenizer_is_refused(tmp_path: Path) -> None:
         tiny(tmp_path, None)
 
 
-def test_another_kind_of_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(Unsupported, match="'llama'"):
-        tiny(tmp_path, "gpt-2", **{"tokenizer.ggml.model": "llama"})
+@pytest.mark.parametrize("kind", ["t5", "bert", "rwkv", "plamo2"])
+def test_another_kind_of_tokenizer_is_refused_by_name(tmp_path: Path, kind: str) -> None:
+    with pytest.raises(Unsupported, match=repr(kind)):
+        tiny(tmp_path, "gpt-2", **{"tokenizer.ggml.model": kind})
 
 
 def test_merges_outside_the_vocabulary_are_an_error(tmp_path: Path) -> None:
@@ -342,6 +345,91 @@ def test_a_missing_file_is_one_clear_error(tmp_path: Path) -> None:
         load_tokenizer(tmp_path / "none.gguf")
     with pytest.raises(ModelError, match=r"tokenizer\.json"):
         load_tokenizer(tmp_path)
+
+
+# --- SentencePiece in GGUF files -------------------------------------------------------------------------------------
+
+
+def sentencepiece_metadata(**more: object) -> dict:
+    """Controls, all bytes, then pieces whose score falls with their number, as SentencePiece numbers them."""
+    pieces = ["\u2581" * k for k in (2, 4, 8, 3, 5, 1)] + [
+        "he",
+        "ll",
+        "\u2581h",
+        "hell",
+        "\u2581he",
+        "llo",
+        "aba",
+        "ab",
+        "ba",
+    ]
+    pieces += ["\u2581hell", "\u2581a", "é", "漢", *"helaob.", "\u2581\u2581a"]
+    byte_tokens = [f"<0x{b:02X}>" for b in range(256)]
+    tokens = ["<unk>", "<s>", "</s>", *byte_tokens, *pieces]
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, *[1] * len(pieces)],
+        "tokenizer.ggml.scores": [0.0] * 259 + [-float(k) for k in range(len(pieces))],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        **more,
+    }
+
+
+def sentencepiece_encode(metadata: dict, text: str) -> list[int]:
+    """SentencePiece's rule itself: join the best-scored neighbours, the leftmost of equals; the rest is bytes."""
+    tokens, scores = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.scores"]
+    ids = {t: i for i, t in enumerate(tokens) if metadata["tokenizer.ggml.token_type"][i] == 1}
+    parts = list("\u2581" + text.replace(" ", "\u2581")) if text else []
+    while True:
+        joins = [(-scores[ids[a + b]], k) for k, (a, b) in enumerate(pairwise(parts)) if a + b in ids]
+        if not joins:
+            break
+        _, k = min(joins)
+        parts[k : k + 2] = [parts[k] + parts[k + 1]]
+    return [i for part in parts for i in ([ids[part]] if part in ids else [3 + b for b in part.encode()])]
+
+
+def sentencepiece_file(tmp_path: Path, **more: object) -> Tokenizer:
+    path = tmp_path / "spm.gguf"
+    path.write_bytes(gguf_bytes(sentencepiece_metadata(**more)))
+    return load_tokenizer(path)
+
+
+def test_sentencepiece_joins_as_its_scores_say(tmp_path: Path) -> None:
+    tokenizer, metadata = sentencepiece_file(tmp_path), sentencepiece_metadata()
+    draw = random.Random(3)
+    for _ in range(500):
+        text = "".join(
+            draw.choices(["hello", "hell", "ab", "a", "ba", " ", "  ", "      ", "é", "漢", "😀", "\n", "x", "."], k=9)
+        )
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert ids == sentencepiece_encode(metadata, text), text
+        assert tokenizer.decode(ids) == text
+        detokenizer = tokenizer.detokenizer()
+        assert "".join(detokenizer.push([i]) for i in ids) + detokenizer.finish() == text
+
+
+def test_sentencepiece_starts_with_bos_and_a_space_unless_the_file_says_no(tmp_path: Path) -> None:
+    assert sentencepiece_file(tmp_path).encode("hell")[0] == 1
+    bare = {"tokenizer.ggml.add_space_prefix": False, "tokenizer.ggml.add_bos_token": False}
+    tokenizer = sentencepiece_file(tmp_path, **bare)
+    assert [tokenizer.backend.id_to_token(i) for i in tokenizer.encode("hell")] == ["hell"]
+    assert tokenizer.decode(tokenizer.encode(" hell")) == " hell"
+
+
+def test_sentencepiece_control_tokens_are_never_built_from_text_pieces(tmp_path: Path) -> None:
+    tokenizer = sentencepiece_file(tmp_path)
+    assert tokenizer.encode("</s>", add_special_tokens=False) == [2]
+    assert tokenizer.decode([1, *tokenizer.encode("a", False), 2], skip_special_tokens=True) == "a"
+
+
+def test_sentencepiece_without_scores_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="scores"):
+        build_tokenizer(sentencepiece_metadata() | {"tokenizer.ggml.scores": []}, tmp_path)
+    with pytest.raises(ModelError, match="1 scores"):
+        build_tokenizer(sentencepiece_metadata() | {"tokenizer.ggml.scores": [0.0]}, tmp_path)
 
 
 # --- Hugging Face folders --------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from ramet.errors import InvalidArgument, ModelError, Unsupported
 from ramet.frontend.chat_template import ChatTemplate, Message, choose_template
 from ramet.frontend.detokenizer import IncrementalDetokenizer, TokenBytes, is_byte_level, window_detokenizer
 from ramet.frontend.gguf_metadata import read_metadata
-from ramet.frontend.gguf_tokenizer import build_tokenizer, gguf_word_rule
+from ramet.frontend.gguf_tokenizer import adds_bos, build_tokenizer
 from ramet.models.files import ModelFiles
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -180,7 +180,7 @@ def tokenizer_from_gguf(path: str | Path) -> Tokenizer:
     ids: dict[str, int] = {k: i for k in names if (i := metadata.get(f"tokenizer.ggml.{k}_token_id")) is not None}
     words = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
     special = {word: text for k, word in words.items() if k in ids and (text := backend.id_to_token(ids[k]))}
-    add_bos = metadata.get("tokenizer.ggml.add_bos_token", gguf_word_rule(metadata).add_bos)
+    add_bos = adds_bos(metadata)
     add_eos = metadata.get("tokenizer.ggml.add_eos_token", False)
     template = metadata.get("tokenizer.chat_template")
     return Tokenizer(
