@@ -518,3 +518,29 @@ def test_folder_and_gguf_of_one_vocabulary_agree(tmp_path: Path, smollm2: Tokeni
     text = "def f(x):\n    return x * 12  # <|im_end|> é😀"
     assert again.encode(text) == smollm2.encode(text)
     assert again.decode(again.encode(text)) == text
+
+
+def test_a_folder_encodes_and_renders_as_transformers_does(tmp_path: Path, smollm2: Tokenizer) -> None:
+    transformers = pytest.importorskip("transformers")
+    assert smollm2.chat_template is not None
+    smollm2.backend.save(str(tmp_path / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|im_start|>",
+        "eos_token": "<|im_end|>",
+        "chat_template": smollm2.chat_template.source,
+        "clean_up_tokenization_spaces": False,
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    ours, theirs = load_tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    messages = [{"role": "user", "content": "Hi é😀 12"}, {"role": "assistant", "content": "Yes."}]
+    for add_generation_prompt in (True, False):
+        expected = theirs.apply_chat_template(
+            messages, add_generation_prompt=add_generation_prompt, tokenize=True, return_dict=False
+        )
+        assert ours.apply_chat_template(messages, add_generation_prompt) == expected
+    ids = theirs("a  1 <|im_end|> 漢字")["input_ids"]
+    assert ours.encode("a  1 <|im_end|> 漢字") == ids
+    for skip in (True, False):
+        assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
+    assert (ours.vocab_size, ours.bos_token_id, ours.eos_token_ids) == (len(theirs), 1, (2,))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any
 
 from ramet.cli.common import (
@@ -36,6 +36,8 @@ def add_options(parser: Parser) -> None:
 def run(settings: Settings, context: Context) -> int:
     """Run the command."""
     require_model(settings)
+    with suppress(ImportError):
+        import readline  # noqa: F401 - input() then edits lines and remembers them
     with context.start(settings) as llm:
         params = effective_sampling(llm, settings, {"max_tokens": None})
         conversation = Conversation(llm, params, settings["seed"], settings["system"])
