@@ -41,7 +41,7 @@ class Closed(RametError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return ``"; did you mean 'x'?"`` for the closest known name, or an empty string.
+    """Return ``"; did you mean 'x'?"`` for the closest known name, or a full stop.
 
     Examples
     --------
@@ -49,7 +49,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     "; did you mean 'temperature'?"
     """
     found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {found[0]!r}?" if found else ""
+    return f"; did you mean {found[0]!r}?" if found else "."
 
 
 T = TypeVar("T", bound=type)

@@ -8,6 +8,8 @@ from typing import Any, Literal, NamedTuple, overload
 
 import numpy as np
 
+from ramet.sampling_params import SamplingParams
+
 FinishReason = Literal["stop", "length", "abort"]
 
 
@@ -124,6 +126,12 @@ class RequestOutput:
         Prompt tokens taken from the cache, counted once for all samples.
     prompt_logprobs : TokenLogprobs or None
         Its first entry is None.
+    sampling_params : SamplingParams
+        The effective ones.
+    seed : int
+        Of the samples' keys, also when none was given: the same request with it gives the same samples.
+    next_sample_id : int
+        Sample ids of this request below it are taken (``LLM.fork`` gives new ones).
     """
 
     request_id: str
@@ -133,3 +141,6 @@ class RequestOutput:
     finished: bool = False
     num_cached_tokens: int = 0
     prompt_logprobs: TokenLogprobs | None = None
+    sampling_params: SamplingParams = field(default_factory=SamplingParams)
+    seed: int = 0
+    next_sample_id: int = 1

@@ -158,7 +158,10 @@ class _Builder:
 
 
 def live_nodes(forest: Forest) -> LiveNodes:
-    """Cut the runs of all live rows into nodes and order the rows depth-first."""
+    """Cut the runs of all live rows into nodes and order the rows depth-first.
+
+    A row that waits for its prefix (another row still computes it) is not live yet.
+    """
     tails = forest.tails
     slots = np.flatnonzero(tails.run_id != NO_RUN)
     parent_id, start = tails.parent_id[slots], tails.start[slots]
@@ -167,6 +170,17 @@ def live_nodes(forest: Forest) -> LiveNodes:
     new_place = np.ones(len(slots), bool)
     new_place[1:] = (np.diff(parent_id) != 0) | (np.diff(start) != 0)
     firsts = np.flatnonzero(new_place)
+    ready = np.array(
+        [
+            parent == NO_RUN or forest.computed(forest.runs[parent]) >= position
+            for parent, position in zip(parent_id[firsts].tolist(), start[firsts].tolist(), strict=True)
+        ],
+        bool,
+    )
+    if not ready.all():
+        keep = ready[np.cumsum(new_place) - 1]
+        slots, parent_id, start, new_place = slots[keep], parent_id[keep], start[keep], new_place[keep]
+        firsts = np.flatnonzero(new_place)
 
     build = _Builder(forest)
     build.exits[NO_RUN] = {0: []}

@@ -1,0 +1,213 @@
+"""The engine, and the way of a step: plan, load, forward, sample, commit."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from time import perf_counter
+
+import numpy as np
+import torch
+
+from ramet.cache import Forest, PagePool, TailTable
+from ramet.config import EngineConfig
+from ramet.engine.commit import Committer
+from ramet.engine.group import Event, Group, GroupEvent, GroupRequest, SampleEvent
+from ramet.engine.memory import MemoryPlan
+from ramet.engine.plan import StepPlan
+from ramet.engine.rows import RowTable
+from ramet.engine.runner import Model, Runner
+from ramet.engine.scheduler import Scheduler
+from ramet.engine.stats import EngineStats
+from ramet.errors import InvalidArgument
+from ramet.models.spec import ModelSpec
+from ramet.sampling.state import SamplingState
+from ramet.sampling.sampler import NothingToSample, SampleBatch, SampledTokens, Sampler
+
+log = logging.getLogger(__name__)
+
+MAX_PREFILLS = 64
+"""Prompts that are computed side by side at most; more wait, since a step has no tokens for them anyway."""
+
+
+class Engine:
+    """Continuous batching over the prefix forest, for one model on one device.
+
+    Parameters
+    ----------
+    model : Model
+        Weights and forward pass.
+    spec : ModelSpec
+    config : EngineConfig
+    memory : MemoryPlan
+    dtype : torch.dtype, default torch.float32
+        Of the KV pool.
+    device : torch.device, optional
+        The CPU by default.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        spec: ModelSpec,
+        config: EngineConfig,
+        memory: MemoryPlan,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
+    ) -> None:
+        if config.max_num_batched_tokens < config.max_num_seqs:
+            raise InvalidArgument(
+                f"max_num_batched_tokens is {config.max_num_batched_tokens}; allowed: at least max_num_seqs "
+                f"({config.max_num_seqs}), since every running sample takes a token of each step."
+            )
+        num_slots = config.max_num_seqs + min(config.max_num_seqs, MAX_PREFILLS)
+        tails = TailTable(num_slots, memory.max_model_len, memory.page_size)
+        self.spec, self.memory = spec, memory
+        self.stats = EngineStats()
+        self.forest = Forest(PagePool(memory.num_pages), tails, keep_unused=config.enable_prefix_caching)
+        self.rows = RowTable(tails)
+        self.sampling = SamplingState(num_slots, spec.vocab_size)
+        self.scheduler = Scheduler(
+            self.forest,
+            self.rows,
+            self.sampling,
+            self.stats,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        )
+        self.runner = Runner(model, spec, memory, dtype=dtype, device=device or torch.device("cpu"))
+        self.sampler = Sampler(self.sampling, logprobs_mode=config.logprobs_mode)
+        self.committer = Committer(self.scheduler)
+        self.groups: dict[str, Group] = {}
+        self._pending: list[Event] = []
+
+    @torch.inference_mode()
+    def step(self) -> list[Event]:
+        """Compute one step for everyone who runs; returns the news, which may be none."""
+        events, self._pending = self._pending, []
+        if not self.scheduler.has_work:
+            return events
+        clock = [perf_counter()]
+        plan = self.scheduler.plan()
+        clock.append(perf_counter())
+        batch = self.runner.load(plan)
+        clock.append(perf_counter())
+        logits = self.runner.forward(batch)
+        clock.append(perf_counter())
+        tokens = sample_who_can(self.sampler, logits.logits, batch.sampling)
+        clock.append(perf_counter())
+        events += self.committer.commit(plan, tokens, logits.kept_hidden)
+        clock.append(perf_counter())
+        self._count(plan, batch.attention, clock)
+        self._forget_finished(events)
+        return events
+
+    def add(self, request: GroupRequest) -> None:
+        """Queue a request.
+
+        Raises
+        ------
+        InvalidArgument
+            It could never be served: its id is taken, an id is outside the vocabulary, or it does not fit the pool.
+        """
+        self.check(request)
+        group = self.scheduler.add(request)
+        self.groups[request.request_id] = group
+        if request.max_tokens == 0 and request.params.prompt_logprobs is None:
+            for sample in list(group.samples):
+                self.committer.finish(sample, "length", None, "", self._pending)
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """End a request, or one of its samples, now; its news come with the next step. Unknown ids are ignored.
+
+        Aborting may cross with finishing, so an id that is already gone is no error.
+        """
+        group = self.groups.get(request_id)
+        if group is None:
+            return
+        for sample in group.samples:
+            indices = [k for k in sample.indices if index is None or k == index]
+            if sample.finished or not indices:
+                continue
+            if len(indices) < len(sample.indices):  # one answer of a greedy group: the others go on
+                sample.indices = [k for k in sample.indices if k not in indices]
+                log = self.rows.log(sample)
+                text = sample.watcher.text if sample.watcher is not None else None
+                self._pending += [SampleEvent(request_id, k, log, "abort", None, text) for k in indices]
+                continue
+            text = None
+            if sample.watcher is not None:
+                sample.watcher.finish()
+                text = sample.watcher.text
+            self.committer.finish(sample, "abort", None, text, self._pending)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether another step would do or tell something."""
+        return self.scheduler.has_work or bool(self._pending)
+
+    def reset_prefix_cache(self) -> int:
+        """Forget every cached prefix that no live request uses; returns the pages freed."""
+        return self.forest.clear_unused()
+
+    def check(self, request: GroupRequest) -> None:
+        """Refuse a request that could never be served (see :meth:`add`)."""
+        ids = request.prompt_token_ids
+        if request.request_id in self.groups:
+            raise InvalidArgument(f"request_id {request.request_id!r} is in use; choose another.")
+        if len(ids) == 0:
+            raise InvalidArgument("the prompt is empty; allowed: at least one token.")
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= self.spec.vocab_size:
+            bad = low if low < 0 else high
+            raise InvalidArgument(
+                f"prompt token id {bad} is not in the vocabulary; allowed: 0 to {self.spec.vocab_size - 1}."
+            )
+        limit = self.memory.max_model_len
+        if len(ids) + request.max_tokens > limit or len(ids) >= limit + (request.max_tokens == 0):
+            raise InvalidArgument(
+                f"the prompt has {len(ids)} tokens and max_tokens is {request.max_tokens}; together at most {limit} "
+                "(max_model_len) are allowed: shorten the prompt or raise max_model_len."
+            )
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            for token in getattr(request.params, name) or ():
+                if token >= self.spec.vocab_size:
+                    raise InvalidArgument(f"{name} has {token}; allowed: 0 to {self.spec.vocab_size - 1}.")
+
+    def _count(self, plan: StepPlan, work: object, clock: list[float]) -> None:
+        stats = self.stats
+        stats.steps += 1
+        stats.model_tokens += plan.num_tokens
+        stats.prefill_tokens += sum(chunk.end - chunk.begin for chunk in plan.chunks)
+        names = ("seconds_plan", "seconds_load", "seconds_forward", "seconds_sample", "seconds_commit")
+        for name, seconds in zip(names, np.diff(clock).tolist(), strict=True):
+            setattr(stats, name, getattr(stats, name) + seconds)
+
+    def _forget_finished(self, events: list[Event]) -> None:
+        for event in events:
+            if isinstance(event, GroupEvent):
+                self.groups.pop(event.request_id, None)
+
+
+def sample_who_can(sampler: Sampler, logits: torch.Tensor, batch: SampleBatch) -> SampledTokens:
+    """Sample every row that has something to draw; token -1 stands for the others, which the commit ends."""
+    try:
+        return sampler.sample(logits, batch)
+    except NothingToSample as error:
+        log.error("%s The samples in these slots are aborted.", error)
+        rest = np.setdiff1d(np.arange(len(batch.slots)), error.rows)
+        names = ("slots", "logit_index", "positions", "num_output_tokens")
+        some = sample_who_can(sampler, logits, replace(batch, **{name: getattr(batch, name)[rest] for name in names}))
+
+    def spread(values: np.ndarray | None, fill: float) -> np.ndarray | None:
+        if values is None:
+            return None
+        wide = np.full(len(batch.slots), fill, values.dtype)
+        wide[rest] = values
+        return wide
+
+    token_ids = spread(some.token_ids, -1)
+    assert token_ids is not None
+    top = None if some.top is None else some.top._replace(rows=rest[some.top.rows])
+    return SampledTokens(token_ids, spread(some.logprobs, np.nan), spread(some.ranks, -1), top)

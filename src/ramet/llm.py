@@ -1,0 +1,313 @@
+"""The offline front door: ``LLM(model).generate(prompts, SamplingParams(n=64))``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from time import perf_counter
+from types import TracebackType
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from ramet.config import EngineConfig
+from ramet.engine.engine import Engine
+from ramet.engine.memory import plan_memory
+from ramet.errors import Closed, InvalidArgument
+from ramet.frontend.client import Client, Prompt
+from ramet.frontend.tokenizer import load_tokenizer
+from ramet.models.registry import load_model, resolve
+from ramet.outputs import RequestOutput
+from ramet.sampling_params import RequestOutputKind, SamplingParams
+
+log = logging.getLogger(__name__)
+
+
+class LLM:
+    """A model with its engine, for offline use.
+
+    Parameters
+    ----------
+    model : str
+        Folder, ``.gguf`` file, hub name, or ``smollm2-135m``.
+    **settings
+        Fields of :class:`~ramet.config.EngineConfig`.
+
+    Raises
+    ------
+    InvalidArgument, ModelError, Unsupported, OutOfMemory
+        In one line: what is wrong, the value, what is allowed, how to change it.
+
+    Examples
+    --------
+    >>> from ramet import LLM, SamplingParams
+    >>> with LLM("smollm2-135m") as llm:  # doctest: +SKIP
+    ...     out = llm.generate("Once upon a time", SamplingParams(n=4, max_tokens=8, seed=7))[0]
+    >>> [sample.text for sample in out.outputs]  # doctest: +SKIP
+    """
+
+    def __init__(self, model: str, **settings: Any) -> None:
+        self.config = EngineConfig(model=model, **settings)
+        if self.config.num_threads is not None:
+            torch.set_num_threads(self.config.num_threads)
+        device = torch.device("cpu")
+        started = perf_counter()
+        loaded = load_model(self.config, device=device)
+        weights_loaded = perf_counter()
+        self.tokenizer = load_tokenizer(
+            loaded.files if self.config.tokenizer is None else resolve(self.config.tokenizer, weights=False)
+        )
+        dtype = loaded.model.dtype
+        self.memory = plan_memory(
+            self.config, loaded.spec, max_model_len=loaded.max_model_len, itemsize=dtype.itemsize
+        )
+        self.engine = Engine(loaded.model, loaded.spec, self.config, self.memory, dtype=dtype, device=device)
+        self._client: Client | None = Client(
+            self.engine, self.tokenizer, eos_token_ids=loaded.spec.eos_token_ids, seed=self.config.seed
+        )
+        self._defaults = loaded.files.generation_config
+        self._greedy_copies_noted = False
+        log.info(
+            "start: weights %.1f s, tokenizer and pool %.1f s; %s in %s",
+            weights_loaded - started,
+            perf_counter() - weights_loaded,
+            loaded.spec.architecture,
+            str(dtype).removeprefix("torch."),
+        )
+        log.info("%s", self.memory.ledger())
+        params, sources = self.default_sampling_params()
+        given = ", ".join(f"{name}={getattr(params, name)!r} ({source})" for name, source in sources.items())
+        log.info("sampling defaults: %s; the rest: built-in", given or "all built-in")
+
+    # ---- generation ------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Sample continuations of prompts.
+
+        Parameters
+        ----------
+        prompts : str, list of int, mapping, or a list of them
+            Text, token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``.
+        sampling_params : SamplingParams or a list of them, optional
+            One for all, or one per prompt; by default the model's (:meth:`default_sampling_params`).
+        use_tqdm : bool, default True
+            Show a progress bar with tokens per second.
+
+        Returns
+        -------
+        list of RequestOutput
+            In the order of the prompts.
+
+        Raises
+        ------
+        InvalidArgument
+            A prompt or parameter cannot be served; nothing was started then.
+        """
+        client = self._checked_client()
+        prompt_list = _as_prompts(prompts)
+        params_list = self._as_params(sampling_params, len(prompt_list))
+        # all are checked before one is started: bad input loses nothing
+        made = [client.request(p, s) for p, s in zip(prompt_list, params_list, strict=True)]
+        for request, output in made:
+            client.submit(request, output)
+        outputs = [output for _, output in made]
+        self._run(client, outputs, use_tqdm)
+        return outputs
+
+    def chat(
+        self,
+        messages: Sequence[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Sample answers to one conversation (a list of ``{"role", "content"}``) or a list of them."""
+        if not len(messages):
+            raise InvalidArgument("messages is empty; allowed: a list of {'role': ..., 'content': ...}, or a list of those.")
+        conversations = [messages] if isinstance(messages[0], Mapping) else messages
+        prompts = [
+            {"prompt_token_ids": self.tokenizer.apply_chat_template(m, add_generation_prompt=add_generation_prompt)}
+            for m in conversations
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Sample one prompt and yield its answer after every step that brought news (the same object, updated).
+
+        Leaving the loop early aborts the request.
+        """
+        client = self._checked_client()
+        (params,) = self._as_params(sampling_params, 1)
+        request, output = client.request(prompt, params, stream=True)
+        client.submit(request, output)
+        try:
+            while not output.finished:
+                if output in client.step():
+                    yield output
+        finally:
+            if not output.finished:
+                client.abort(request.request_id)
+                self._drain(client)
+
+    def fork(
+        self,
+        request: RequestOutput,
+        position: int,
+        sampling_params: SamplingParams | None = None,
+        *,
+        index: int = 0,
+        use_tqdm: bool = False,
+    ) -> RequestOutput:
+        """Grow new samples from a place in an earlier answer, reusing what is computed up to there.
+
+        Parameters
+        ----------
+        request : RequestOutput
+            An earlier answer; its ``next_sample_id`` advances.
+        position : int
+            Absolute: the new samples continue the first ``position`` tokens of prompt plus sample.
+        sampling_params : SamplingParams, optional
+            The earlier request's by default. Without a seed of their own the new samples go on under the earlier
+            request's seed with new sample ids, so they differ from all samples before.
+        index : int, default 0
+            Which sample to fork.
+
+        Raises
+        ------
+        InvalidArgument
+            ``position`` or ``index`` is outside the answer.
+        """
+        if not 0 <= index < len(request.outputs):
+            raise InvalidArgument(f"index is {index}; allowed: 0 to {len(request.outputs) - 1}.")
+        tokens = request.prompt_token_ids + request.outputs[index].token_ids
+        if not 1 <= position <= len(tokens):
+            raise InvalidArgument(f"position is {position}; allowed: 1 to {len(tokens)} (prompt plus sample).")
+        params = sampling_params or request.sampling_params
+        client = self._checked_client()
+        seed = None if sampling_params is not None and sampling_params.seed is not None else request.seed
+        made, output = client.request(
+            tokens[:position], params, first_sample_id=request.next_sample_id, seed=seed
+        )
+        request.next_sample_id += params.n
+        client.submit(made, output)
+        self._run(client, [output], use_tqdm)
+        return output
+
+    def _run(self, client: Client, outputs: list[RequestOutput], use_tqdm: bool) -> None:
+        unfinished = {id(output) for output in outputs}
+        bar = tqdm(total=len(outputs), desc="prompts", disable=not use_tqdm, dynamic_ncols=True)
+        before, started = self.engine.stats.sampled_tokens, perf_counter()
+        try:
+            with bar:
+                while unfinished:
+                    for output in client.step():
+                        if output.finished:
+                            unfinished.discard(id(output))
+                            bar.update(1)
+                    if use_tqdm:
+                        tokens = self.engine.stats.sampled_tokens - before
+                        bar.set_postfix_str(f"{tokens / (perf_counter() - started):,.0f} tok/s", refresh=False)
+        except BaseException:  # Ctrl-C included: nothing of these requests may stay behind
+            for output in outputs:
+                client.abort(output.request_id)
+            self._drain(client)
+            raise
+
+    def _drain(self, client: Client) -> None:
+        """Take the news of aborted requests."""
+        for _ in range(2):
+            if self.engine.has_unfinished:
+                client.step()
+
+    # ---- looking ---------------------------------------------------------------------------------------------
+
+    def default_sampling_params(self) -> tuple[SamplingParams, dict[str, str]]:
+        """Return the parameters used when none are given, and the source of each that is not built in."""
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        found = {name: self._defaults[name] for name in names if self._defaults.get(name) is not None}
+        if self._defaults.get("max_new_tokens") is not None:
+            found["max_tokens"] = self._defaults["max_new_tokens"]
+        return SamplingParams(**found), dict.fromkeys(found, "generation_config")
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since the start, and the state of the pool; the keys are in ``docs/reference/stats.md``."""
+        engine = self.engine
+        pool, forest = engine.forest.pool, engine.forest
+        return {
+            **asdict(engine.stats),
+            "sampler": dict(engine.sampler.counters),
+            "groups_waiting": len(engine.scheduler.waiting),
+            "samples_running": engine.rows.num_running,
+            "pages_total": pool.num_pages,
+            "pages_free": pool.num_free,
+            "pages_cached": forest.num_evictable,
+            "pages_in_use": pool.num_allocated - forest.num_evictable,
+            "page_bytes": self.memory.page_bytes,
+            "runs": len(forest.runs),
+        }
+
+    def reset_prefix_cache(self) -> int:
+        """Forget every cached prefix that is not in use; returns the pages freed."""
+        self._checked_client()
+        return self.engine.reset_prefix_cache()
+
+    # ---- end -------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Give all memory back. Every further call but this one raises :class:`~ramet.errors.Closed`."""
+        if self._client is not None:
+            self._client = None
+            self.engine.runner.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _checked_client(self) -> Client:
+        if self._client is None:
+            raise Closed("this LLM was closed; make a new one.")
+        return self._client
+
+    def _as_params(
+        self, given: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> list[SamplingParams]:
+        if given is None:
+            given = self.default_sampling_params()[0]
+        params = [given] * count if isinstance(given, SamplingParams) else list(given)
+        if len(params) != count:
+            raise InvalidArgument(f"{len(params)} sampling_params for {count} prompts; allowed: one, or one per prompt.")
+        for p in params:
+            if not isinstance(p, SamplingParams):
+                raise InvalidArgument(f"sampling_params has {p!r}; allowed: SamplingParams.")
+            if p.greedy and p.n > 1 and not self._greedy_copies_noted:
+                self._greedy_copies_noted = True
+                log.warning("temperature is 0 and n is %d: computed once, the samples are equal copies", p.n)
+        return [replace(p, output_kind=RequestOutputKind.CUMULATIVE) if p.output_kind is None else p for p in params]
+
+
+def _as_prompts(prompts: Any) -> list[Prompt]:
+    """One prompt or many: a list of integers is one."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if hasattr(prompts, "tolist"):
+        prompts = prompts.tolist()
+    if not isinstance(prompts, Sequence):
+        raise InvalidArgument(f"prompts is {prompts!r}; allowed: text, token ids, a mapping, or a list of them.")
+    if len(prompts) and all(isinstance(p, int) for p in prompts):
+        return [list(prompts)]
+    if not len(prompts):
+        return []
+    return list(prompts)
