@@ -1,0 +1,40 @@
+"""Which engines run: the default ones, and those that take long to install (``BENCH_PEERS=all``)."""
+
+from __future__ import annotations
+
+from peers.workers import Environment, Peer
+
+OPENVINO = Environment(".venv-openvino", ("openvino-genai==2026.4.1.0", "numpy==2.4.6"))
+
+# transformers prefills the prompt n times: 64 prompts of 2048 tokens would take minutes and 12 GB.
+DEFAULT = (
+    Peer("Ramet", "ramet_peer", "bfloat16"),
+    Peer("Ramet", "ramet_peer", "float32"),
+    Peer("OpenVINO GenAI", "openvino_peer", "bfloat16", OPENVINO),
+    Peer("OpenVINO GenAI", "openvino_peer", "float32", OPENVINO),
+    Peer("transformers", "transformers_peer", "bfloat16", max_prefill_tokens=20_000),
+    Peer("transformers", "transformers_peer", "float32", max_prefill_tokens=20_000),
+)
+
+
+def chosen(selection: str) -> tuple[Peer, ...]:
+    """Return the peers of a selection: empty, ``all``, or names separated by commas (``ramet,openvino``).
+
+    Raises
+    ------
+    SystemExit
+        For a name that no peer starts with.
+    """
+    everything = DEFAULT
+    if selection in ("", "default"):
+        return DEFAULT
+    if selection == "all":
+        return everything
+    peers: list[Peer] = []
+    for name in selection.lower().split(","):
+        found = [p for p in everything if p.label.lower().startswith(name.strip())]
+        if not found:
+            known = ", ".join(sorted({p.name for p in everything}))
+            raise SystemExit(f"BENCH_PEERS is {selection!r}; allowed: all, or beginnings of these names: {known}.")
+        peers += [p for p in found if p not in peers]
+    return tuple(peers)
