@@ -139,7 +139,11 @@ class Client:
         events = self.engine.step()
         for event in events:
             opened = self._open[event.request_id]
-            changed[event.request_id] = opened.output
+            if event.request_id not in changed:
+                changed[event.request_id] = opened.output
+                if opened.params.output_kind is RequestOutputKind.DELTA:
+                    for sample in opened.output.outputs:  # what an earlier step brought is no news
+                        sample.text, sample.token_ids = "", []
             self._apply(opened, event)
             if isinstance(event, GroupEvent):
                 del self._open[event.request_id]
