@@ -5,15 +5,20 @@ from __future__ import annotations
 from peers.workers import Environment, Peer
 
 OPENVINO = Environment(".venv-openvino", ("openvino-genai==2026.4.1.0", "numpy==2.4.6"))
+LLAMA_CPP = Environment(".venv-llamacpp", ("llama-cpp-python==0.3.36",))
 
 # transformers prefills the prompt n times: 64 prompts of 2048 tokens would take minutes and 12 GB.
 DEFAULT = (
     Peer("Ramet", "ramet_peer", "bfloat16"),
     Peer("Ramet", "ramet_peer", "float32"),
-    Peer("OpenVINO GenAI", "openvino_peer", "bfloat16", OPENVINO),
-    Peer("OpenVINO GenAI", "openvino_peer", "float32", OPENVINO),
+    Peer("OpenVINO GenAI", "openvino_peer", "bfloat16", "F16", OPENVINO),
+    Peer("OpenVINO GenAI", "openvino_peer", "float32", "F16", OPENVINO),
     Peer("transformers", "transformers_peer", "bfloat16", max_prefill_tokens=20_000),
     Peer("transformers", "transformers_peer", "float32", max_prefill_tokens=20_000),
+)
+SLOW_TO_INSTALL = (
+    Peer("llama.cpp", "llamacpp_peer", "bfloat16", "BF16", LLAMA_CPP),
+    Peer("llama.cpp", "llamacpp_peer", "float32", "F32", LLAMA_CPP),
 )
 
 
@@ -25,7 +30,7 @@ def chosen(selection: str) -> tuple[Peer, ...]:
     SystemExit
         For a name that no peer starts with.
     """
-    everything = DEFAULT
+    everything = DEFAULT + SLOW_TO_INSTALL
     if selection in ("", "default"):
         return DEFAULT
     if selection == "all":

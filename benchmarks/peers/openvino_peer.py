@@ -16,7 +16,7 @@ def start(setup: Setup) -> tuple[Engine, dict[str, str]]:
     # Its default of 256 tokens a step stays: larger steps were slower here (n=1: 42 tok/s instead of 46).
     scheduler.enable_prefix_caching = False
     pipeline = genai.LLMPipeline(
-        setup.gguf_f16,
+        setup.weights,
         "CPU",
         scheduler_config=scheduler,
         INFERENCE_PRECISION_HINT=precision,

@@ -20,8 +20,7 @@ class Setup:
 
     dtype: str  #: "float32" or "bfloat16"
     threads: int
-    model_folder: str  #: Hugging Face folder with the weights in float32
-    gguf_f16: str  #: the same weights as an F16 GGUF file
+    weights: str  #: a Hugging Face folder or a GGUF file, whichever the engine reads
     max_model_len: int
 
 
@@ -50,10 +49,13 @@ Engine = Callable[[Job], list[list[int]]]
 
 def peak_rss_mib() -> float:
     """Return the largest resident size this process ever had, in MiB."""
-    import resource
+    try:  # not getrusage: on Linux a process inherits that peak from the one that started it
+        with open("/proc/self/status", encoding="ascii") as status:
+            return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) / 1024
+    except FileNotFoundError:
+        import resource
 
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 1024 if sys.platform != "darwin" else peak / 1024**2
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024**2  # bytes on macOS
 
 
 def serve(start: Callable[[Setup], tuple[Engine, dict[str, str]]]) -> None:

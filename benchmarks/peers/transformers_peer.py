@@ -11,7 +11,8 @@ def start(setup: Setup) -> tuple[Engine, dict[str, str]]:
 
     torch.set_num_threads(setup.threads)
     transformers.logging.set_verbosity_error()
-    model = transformers.AutoModelForCausalLM.from_pretrained(setup.model_folder, dtype=getattr(torch, setup.dtype))
+    transformers.logging.disable_progress_bar()
+    model = transformers.AutoModelForCausalLM.from_pretrained(setup.weights, dtype=getattr(torch, setup.dtype))
     model.eval()
 
     def generate(job: Job) -> list[list[int]]:

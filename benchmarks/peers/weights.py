@@ -1,6 +1,6 @@
-"""The demo model's weights in the two forms that peers read: an F16 GGUF file and a Hugging Face folder.
+"""The demo model's weights in the forms that peers read: a Hugging Face folder, and GGUF files without quantisation.
 
-Both are made from the Q4_1 file by dequantising it, so that every engine computes with the same numbers. The folder
+All are made from the Q4_1 file by dequantising it, so that every engine computes with the same numbers. The folder
 is not Ramet's own converted copy: were that wrong, equal greedy tokens would prove nothing.
 """
 
@@ -36,21 +36,25 @@ def _tensors(reader: gguf.GGUFReader) -> dict[str, np.ndarray]:
     }
 
 
-def write_f16_gguf(source: Path, target: Path) -> None:
-    """Write `source` again with matrices in F16 and vectors in F32, its metadata unchanged."""
+def write_gguf(source: Path, target: Path, precision: str) -> None:
+    """Write `source` again with matrices in F32, F16 or BF16 and vectors in F32, its metadata unchanged."""
+    kind = gguf.GGMLQuantizationType[precision]
+    file_type = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16"}[precision]
     reader = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
     for name, field in reader.fields.items():
         own = name.startswith("GGUF.") or name == "general.architecture"
         if own or name in ("general.file_type", "general.quantization_version"):
             continue
-        kind = field.types[0]
-        writer.add_key_value(
-            name, field.contents(), kind, sub_type=field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
-        )
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
+        value_type = field.types[0]
+        item_type = field.types[-1] if value_type == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(name, field.contents(), value_type, sub_type=item_type)
+    writer.add_file_type(gguf.LlamaFileType[file_type])
     for name, tensor in _tensors(reader).items():
-        writer.add_tensor(name, tensor.astype(np.float32 if tensor.ndim == 1 else np.float16))
+        if tensor.ndim == 1:
+            writer.add_tensor(name, tensor.astype(np.float32))
+        else:
+            writer.add_tensor(name, gguf.quantize(tensor, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -107,15 +111,26 @@ def write_hf_folder(source: Path, target: Path) -> None:
     (target / "config.json").write_text(json.dumps(config, indent=1))
 
 
-def prepare(folder: Path) -> tuple[Path, Path]:
-    """Return the Hugging Face folder and the F16 GGUF file below `folder`, made on the first call (810 MB, 5 s)."""
-    hf_folder, gguf_file = folder / "smollm2-135m", folder / "smollm2-135m-f16.gguf"
+def prepare(folder: Path, form: str) -> Path:
+    """Return the weights below `folder` in one form, made on the first call (5 s).
+
+    Parameters
+    ----------
+    folder : Path
+    form : {"hf", "F32", "F16", "BF16"}
+        A Hugging Face folder, or the precision of a GGUF file.
+    """
     source = resolve("smollm2-135m").gguf
     assert source is not None
-    if not (hf_folder / "config.json").is_file():
-        write_hf_folder(source, hf_folder)
-    if not gguf_file.is_file():
-        partial = gguf_file.with_suffix(".partial")
-        write_f16_gguf(source, partial)
-        partial.rename(gguf_file)
-    return hf_folder, gguf_file
+    folder.mkdir(parents=True, exist_ok=True)
+    if form == "hf":
+        target = folder / "smollm2-135m"
+        if not (target / "config.json").is_file():
+            write_hf_folder(source, target)
+        return target
+    target = folder / f"smollm2-135m-{form.lower()}.gguf"
+    if not target.is_file():
+        partial = target.with_suffix(".partial")
+        write_gguf(source, partial, form)
+        partial.rename(target)
+    return target

@@ -47,6 +47,7 @@ class Peer:
     name: str
     module: str
     dtype: str
+    weights: str = "hf"  #: the form it reads (``peers.weights.prepare``)
     environment: Environment | None = None  #: None: the one that runs this script
     max_prefill_tokens: int | None = None  #: cases whose n x prompt is above this are left out
     variables: tuple[tuple[str, str], ...] = ()  #: of the process environment
