@@ -86,9 +86,7 @@ def timed_call(worker: Worker, case: Case, repeat: int) -> tuple[float, float]:
 
 def measure_case(workers: list[Worker], case: Case, repeats: int) -> list[Measurement]:
     """Run a case on all engines in turn."""
-    able = [
-        w for w in workers if w.peer.max_prefill_tokens is None or case.n * case.prompt <= w.peer.max_prefill_tokens
-    ]
+    able = [w for w in workers if w.peer.is_able(case.n * case.prompt)]
     calls: dict[str, list[float]] = {w.peer.label: [] for w in able}
     peaks: dict[str, float] = {}
     for repeat in range(repeats + 1):  # the first warms up
@@ -99,12 +97,11 @@ def measure_case(workers: list[Worker], case: Case, repeats: int) -> list[Measur
             seconds, peaks[label] = timed_call(worker, case, repeat)
             calls[label].append(seconds)
             print(f"  {case.label}: {label}: {seconds:.2f} s", file=sys.stderr, flush=True)
-    measurements = []
-    for label, seconds_of_calls in calls.items():
-        timed = tuple(seconds_of_calls[1:])
-        median = statistics.median(timed)
-        measurements.append(Measurement(label, case.label, case.n * case.new_tokens, median, timed, peaks[label]))
-    return measurements
+    tokens = case.n * case.new_tokens
+    return [
+        Measurement(label, case.label, tokens, statistics.median(seconds[1:]), tuple(seconds[1:]), peaks[label])
+        for label, seconds in calls.items()
+    ]
 
 
 def measure_floors(cases: tuple[Case, ...]) -> dict[str, dict[str, Floor]]:

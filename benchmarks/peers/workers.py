@@ -56,6 +56,10 @@ class Peer:
     def label(self) -> str:
         return f"{self.name} {'fp32' if self.dtype == 'float32' else 'bf16'}"
 
+    def is_able(self, prefill_tokens: int) -> bool:
+        """Whether it takes part in a case of so many tokens, each sample's prompt counted."""
+        return self.max_prefill_tokens is None or prefill_tokens <= self.max_prefill_tokens
+
 
 class WorkerError(RuntimeError):
     """An engine could not be started or died."""
