@@ -84,9 +84,7 @@ class EngineConfig:
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
-                raise InvalidArgument(
-                    f"{name} is {getattr(self, name)!r}; allowed: {', '.join(map(str, allowed))}."
-                )
+                raise InvalidArgument(f"{name} is {getattr(self, name)!r}; allowed: {', '.join(map(str, allowed))}.")
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "num_threads"):
             value = getattr(self, name)
             if value is None and name not in ("max_num_seqs", "max_num_batched_tokens"):

@@ -60,9 +60,7 @@ class LLM:
             loaded.files if self.config.tokenizer is None else resolve(self.config.tokenizer, weights=False)
         )
         dtype = loaded.model.dtype
-        self.memory = plan_memory(
-            self.config, loaded.spec, max_model_len=loaded.max_model_len, itemsize=dtype.itemsize
-        )
+        self.memory = plan_memory(self.config, loaded.spec, max_model_len=loaded.max_model_len, itemsize=dtype.itemsize)
         self.engine = Engine(loaded.model, loaded.spec, self.config, self.memory, dtype=dtype, device=device)
         self._client: Client | None = Client(
             self.engine, self.tokenizer, eos_token_ids=loaded.spec.eos_token_ids, seed=self.config.seed
@@ -132,7 +130,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Sample answers to one conversation (a list of ``{"role", "content"}``) or a list of them."""
         if not len(messages):
-            raise InvalidArgument("messages is empty; allowed: a list of {'role': ..., 'content': ...}, or a list of those.")
+            raise InvalidArgument(
+                "messages is empty; allowed: a list of {'role': ..., 'content': ...}, or a list of those."
+            )
         conversations = [messages] if isinstance(messages[0], Mapping) else messages
         prompts = [
             {"prompt_token_ids": self.tokenizer.apply_chat_template(m, add_generation_prompt=add_generation_prompt)}
@@ -194,9 +194,7 @@ class LLM:
         params = sampling_params or request.sampling_params
         client = self._checked_client()
         seed = None if sampling_params is not None and sampling_params.seed is not None else request.seed
-        made, output = client.request(
-            tokens[:position], params, first_sample_id=request.next_sample_id, seed=seed
-        )
+        made, output = client.request(tokens[:position], params, first_sample_id=request.next_sample_id, seed=seed)
         request.next_sample_id += params.n
         client.submit(made, output)
         self._run(client, [output], use_tqdm)
@@ -281,14 +279,14 @@ class LLM:
             raise Closed("this LLM was closed; make a new one.")
         return self._client
 
-    def _as_params(
-        self, given: SamplingParams | Sequence[SamplingParams] | None, count: int
-    ) -> list[SamplingParams]:
+    def _as_params(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if given is None:
             given = self.default_sampling_params()[0]
         params = [given] * count if isinstance(given, SamplingParams) else list(given)
         if len(params) != count:
-            raise InvalidArgument(f"{len(params)} sampling_params for {count} prompts; allowed: one, or one per prompt.")
+            raise InvalidArgument(
+                f"{len(params)} sampling_params for {count} prompts; allowed: one, or one per prompt."
+            )
         for p in params:
             if not isinstance(p, SamplingParams):
                 raise InvalidArgument(f"sampling_params has {p!r}; allowed: SamplingParams.")

@@ -128,14 +128,14 @@ def dense_logits(loaded: LoadedModel, tokens: list[int]) -> torch.Tensor:
 
 
 def keyed_scores(logits: np.ndarray, temperature: float, seed: int, sample_id: int, position: int) -> np.ndarray:
-    """Perturbed scores of one sampled token by the documented formula: logits / temperature + Gumbel noise (float64)."""
+    """Perturbed scores of one sampled token by the documented formula: logits / T + Gumbel noise (float64)."""
     keys = row_keys(stream_keys(seed, np.array([sample_id])), np.array([position]))
     bits = token_bits(keys, np.arange(len(logits)))
     return logits.astype(np.float64) / temperature + gumbel_noise(bits).astype(np.float64)
 
 
 def near_tie(loaded: LoadedModel, r: GroupRequest, index: int, one: list[int], other: list[int]) -> bool:
-    """Whether two answers part at two tokens whose keyed scores differ by less than 1e-3 (never more than that is forgiven)."""
+    """Whether two answers part at two tokens whose keyed scores differ by less than 1e-3 ."""
     at = next(i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
     tokens = r.prompt_token_ids.tolist() + one[:at]
     logits = dense_logits(loaded, tokens)[-1].numpy()

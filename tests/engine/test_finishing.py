@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from harness import assert_all_free, dense_logits, request, run, tiny_engine, tiny_model
@@ -148,7 +150,7 @@ def test_stop_strings_cut_the_text_exactly(smollm: RealModel, include: bool) -> 
 @pytest.mark.model
 @pytest.mark.parametrize("kind", list(RequestOutputKind))
 def test_streamed_text_equals_the_final_text(smollm: RealModel, kind: RequestOutputKind) -> None:
-    params = dict(n=3, temperature=1.5, max_tokens=24, seed=5, ignore_eos=True)
+    params: dict[str, Any] = {"n": 3, "temperature": 1.5, "max_tokens": 24, "seed": 5, "ignore_eos": True}
     (whole,) = generate(smollm.client(), ["Les élèves 😀 étaient"], SamplingParams(**params))
     client = smollm.client()
     request_, output = client.request("Les élèves 😀 étaient", SamplingParams(**params, output_kind=kind), stream=True)

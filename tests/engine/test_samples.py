@@ -6,8 +6,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import Answers, assert_all_free, keyed_scores, near_tie, request, run, tiny_engine, tiny_model
-from harness import dense_logits
+from harness import (
+    Answers,
+    assert_all_free,
+    dense_logits,
+    keyed_scores,
+    near_tie,
+    request,
+    run,
+    tiny_engine,
+    tiny_model,
+)
 
 from ramet.engine.group import GroupRequest
 

@@ -27,7 +27,7 @@ class ForestMachine(RuleBasedStateMachine):
         self.rng = np.random.default_rng(0)
 
     def write(self, slot: int, upto: int) -> bool:
-        run, tokens = self.rows[slot]
+        _, tokens = self.rows[slot]
         tails = self.forest.tails
         if not self.forest.reserve(np.array([slot]), np.array([upto])):
             return False
@@ -76,7 +76,7 @@ class ForestMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def sample(self, data: st.DataObject) -> None:
         slot = data.draw(st.sampled_from(sorted(self.rows)))
-        run, tokens = self.rows[slot]
+        _, tokens = self.rows[slot]
         if len(tokens) >= MAX_LEN:
             return
         token = data.draw(st.integers(0, 2))

@@ -6,8 +6,8 @@ The life of storage::
        │        │ new run, or the lease of an old one   │ kept for reuse
        └──> hold / drop                                 └── fork: n new runs below, nothing copied
 
-Every use is a *hold* on (run, end). A run with a writer or a hold in turn holds its parent up to where it was forked, so
-that what a live row reads can't be evicted; what nobody holds can.
+Every use is a *hold* on (run, end). A run with a writer or a hold in turn holds its parent up to where it was forked,
+so that what a live row reads can't be evicted; what nobody holds can.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Forest:
     # ---- writing ---------------------------------------------------------------------------------------------
 
     def begin(self, match: Match, tokens: np.ndarray, identity: Identity, slot: int, *, indexed: bool = True) -> Run:
-        """Let ``slot`` write what ``match`` lacks of ``tokens``: in a new run, or on under the lease of the matched one."""
+        """Let ``slot`` write what ``match`` lacks of ``tokens``: in a new run, or under the lease of the matched one."""
         run, position = match
         if run is not None and self.can_lease(run, position):
             self.lease(run, slot)

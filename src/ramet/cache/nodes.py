@@ -7,8 +7,8 @@ A run is cut wherever live rows leave it::
                                                └ rows forked at e1
                                                               └ rows forked at e2
 
-Rows come out depth-first, so the rows below any node are one interval. Python loops over places where rows fork, not over
-rows: a thousand samples of one prompt are one place.
+Rows come out depth-first, so the rows below any node are one interval. Python loops over places where rows fork, not
+over rows: a thousand samples of one prompt are one place.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class _Builder:
                 hung.append(child)
             if seen:  # the way up is marked already
                 return
-            child, at, position = at, at.parent, at.start
+            child, position, at = at, at.start, at.parent
         self.exits[NO_RUN][0] += [child] if child is not None else []
 
     def walk(self) -> None:

@@ -112,5 +112,14 @@ class Committer:
 
 
 def _join(scores: list[SampleLog]) -> SampleLog:
-    columns = zip(*scores, strict=True)
-    return SampleLog(*(None if column[0] is None else np.concatenate(column) for column in columns))
+    def joined(columns: list[np.ndarray | None]) -> np.ndarray | None:
+        present = [column for column in columns if column is not None]
+        return np.concatenate(present) if present else None
+
+    return SampleLog(
+        token_ids=np.concatenate([s.token_ids for s in scores]),
+        logprobs=joined([s.logprobs for s in scores]),
+        ranks=joined([s.ranks for s in scores]),
+        top_ids=joined([s.top_ids for s in scores]),
+        top_logprobs=joined([s.top_logprobs for s in scores]),
+    )

@@ -21,8 +21,8 @@ from ramet.engine.scheduler import Scheduler
 from ramet.engine.stats import EngineStats
 from ramet.errors import InvalidArgument
 from ramet.models.spec import ModelSpec
-from ramet.sampling.state import SamplingState
 from ramet.sampling.sampler import NothingToSample, SampleBatch, SampledTokens, Sampler
+from ramet.sampling.state import SamplingState
 
 log = logging.getLogger(__name__)
 

@@ -67,7 +67,8 @@ class SampleLog(NamedTuple):
 EMPTY_LOG = SampleLog(np.empty(0, np.int32), None, None, None, None)
 
 
-class SampleEvent(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class SampleEvent:
     """News of one sample: of a step when it streams, and at its end.
 
     ``log`` is everything so far. ``text`` is set where a text watcher followed the sample.
@@ -81,7 +82,8 @@ class SampleEvent(NamedTuple):
     text: str | None
 
 
-class GroupEvent(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class GroupEvent:
     """The end of a group; comes after the events of its samples."""
 
     request_id: str

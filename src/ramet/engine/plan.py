@@ -115,7 +115,11 @@ def build_plan(
     new_rows = {(chunk.prefill.run.id, mark): row for chunk, mark, row in mark_rows}
     stored: list[Any] = []
     stored_rows: dict[tuple[int, int], int] = {}
-    sample_slots, logit_index, sample_positions = [decode_slots], [np.arange(len(decode_slots))], [begins[decode_rows] + 1]
+    sample_slots, logit_index, sample_positions = (
+        [decode_slots],
+        [np.arange(len(decode_slots))],
+        [begins[decode_rows] + 1],
+    )
     for start in starts:
         key = (start.stem.run.id, start.stem.position)
         if start.hidden is None:

@@ -1,4 +1,4 @@
-"""State of running rows that is neither cache nor sampling: limits, stops, what was recorded. Arrays indexed by slot."""
+"""State of running rows that is neither cache nor sampling (limits, stops, records), in arrays indexed by slot."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Who runs. Continuous batching over groups: decode first, then prefill chunks, then groups that are ready to fork.
 
-Precedence is by age: whoever came first is never displaced by whoever came later. When pages run short the youngest gives
-way (its private tail becomes reclaimable, it comes back by recomputing), so the oldest always finishes.
+Precedence is by age: whoever came first is never displaced by whoever came later. When pages run short the youngest
+gives way (its private tail becomes reclaimable, it comes back by recomputing), so the oldest always finishes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ramet.cache import Forest, Identity, LiveNodes, live_nodes
+from ramet.cache import Forest, Identity, LiveNodes, Match, live_nodes
 from ramet.engine.group import Admission, Chunk, Group, GroupRequest, Prefill, Sample, Start, Stem
 from ramet.engine.plan import StepPlan, build_plan
 from ramet.engine.rows import RowTable
@@ -200,9 +200,9 @@ class Scheduler:
         forest, tokens, group = self.forest, admission.tokens, admission.group
         own = group.request.params.prompt_logprobs is not None and not admission.resumes
         identity = group.identity
-        match = forest.match(tokens[:0] if own else tokens, identity)
-        if match.run is not None and match.position == len(tokens):
-            run, position = match
+        match = Match(None, 0) if own else forest.match(tokens, identity)
+        run, position = match
+        if run is not None and position == len(tokens):
             if position > forest.computed(run) or position in run.hidden:
                 self.stats.full_hits += 1
                 self._hold(admission, Stem(run, position), position)

@@ -230,9 +230,8 @@ def _as_ids(value: Any) -> list[int]:
 
 
 def _as_array(ids: list[int]) -> np.ndarray:
-    """int32 array of ids; ids that int32 can't hold become -1 and are refused by the engine as out of the vocabulary."""
-    array = np.array(ids, np.object_ if any(not -(2**31) <= t < 2**31 for t in ids) else np.int64)
-    return np.array([t if -(2**31) <= t < 2**31 else -1 for t in array], np.int32) if array.dtype == object else array.astype(np.int32)
+    """int32 array of ids; what int32 can't hold becomes -1, which the engine refuses as outside the vocabulary."""
+    return np.array([token if 0 <= token < 2**31 else -1 for token in ids], np.int32)
 
 
 def _fresh_seed(seed: int, number: int) -> int:
