@@ -52,7 +52,7 @@ def assert_same(requests: list[GroupRequest], got: Answers, expected: Answers, *
 def test_a_thousand_mixed_requests_in_a_starved_pool_give_the_unconstrained_tokens(caching: bool) -> None:
     requests = mixed_requests(1000, seed=1)
     expected = run(tiny_engine(pages=20_000, max_num_seqs=64), requests)
-    engine = tiny_engine(pages=34, max_num_seqs=24, max_num_batched_tokens=24, enable_prefix_caching=caching)
+    engine = tiny_engine(pages=44, max_num_seqs=24, max_num_batched_tokens=24, enable_prefix_caching=caching)
 
     def check(step: int) -> None:
         if step % 50 == 0:

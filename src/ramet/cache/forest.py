@@ -106,7 +106,7 @@ class Forest:
     # ---- writing ---------------------------------------------------------------------------------------------
 
     def begin(self, match: Match, tokens: np.ndarray, identity: Identity, slot: int, *, indexed: bool = True) -> Run:
-        """Let ``slot`` write what ``match`` lacks of ``tokens``: in a new run, or under the lease of the matched one."""
+        """Let ``slot`` write what ``match`` lacks of ``tokens``: in a new run, or under the matched one's lease."""
         run, position = match
         if run is not None and self.can_lease(run, position):
             self.lease(run, slot)

@@ -85,72 +85,77 @@ def build_plan(
         length[chunk.prefill.slot] = chunk.end - chunk.begin
     scheduled = np.flatnonzero(length[live.slots])
     slots = live.slots[scheduled]
-    q_lens = length[slots]
-    begins = tails.computed[slots]
+    q_lens, begins = length[slots], tails.computed[slots]
     arrays = live.forest_arrays(tails, scheduled, begins + q_lens, q_lens)
     offsets = arrays.cu_seqlens_q[:-1].astype(np.int64)
-    decode_rows = np.flatnonzero(decode[slots])
-    decode_slots = slots[decode_rows]
-
+    token_slots, positions = slots, begins
     if chunks:
         token_slots = np.repeat(slots, q_lens)
         positions = np.repeat(begins - offsets, q_lens) + np.arange(len(token_slots))
-    else:
-        token_slots, positions = slots, begins
+
+    decode_rows = np.flatnonzero(decode[slots])
+    decode_slots = slots[decode_rows]
     token_ids = np.zeros(len(token_slots), np.int64)
     token_ids[offsets[decode_rows]] = tails.sampled[decode_slots, rows.num_output[decode_slots] - 1]
-    row_of = {slot: row for row, slot in enumerate(slots.tolist())} if chunks else {}
-    chunk_tokens, logit_tokens, mark_rows = [], [offsets[decode_rows]], []
-    num_logits = len(decode_slots)
-    for chunk in chunks:
-        first = int(offsets[row_of[chunk.prefill.slot]])
-        run = chunk.prefill.run
-        token_ids[first : first + chunk.end - chunk.begin] = run.tokens[chunk.begin - run.start : chunk.end - run.start]
-        chunk_tokens.append(first)
-        for mark in chunk.marks:
-            logit_tokens.append(np.array([first + mark - 1 - chunk.begin]))
-            mark_rows.append((chunk, mark, num_logits))
-            num_logits += 1
-
-    new_rows = {(chunk.prefill.run.id, mark): row for chunk, mark, row in mark_rows}
-    stored: list[Any] = []
-    stored_rows: dict[tuple[int, int], int] = {}
-    sample_slots, logit_index, sample_positions = (
-        [decode_slots],
-        [np.arange(len(decode_slots))],
-        [begins[decode_rows] + 1],
-    )
-    for start in starts:
-        key = (start.stem.run.id, start.stem.position)
-        if start.hidden is None:
-            row = new_rows[key]
-        elif key in stored_rows:
-            row = stored_rows[key]
-        else:
-            row = stored_rows[key] = num_logits + len(stored)
-            stored.append(start.hidden)
-        sample_slots.append(start.slots)
-        logit_index.append(np.full(len(start.slots), row))
-        sample_positions.append(np.full(len(start.slots), start.stem.position))
-    all_slots = np.concatenate(sample_slots)
-    num_output = rows.num_output[all_slots]
-    generation = rows.generation[all_slots]
+    chunk_tokens = _write_chunks(token_ids, chunks, slots, offsets)
+    mark_tokens, mark_rows = _lay_marks(chunks, chunk_tokens, len(decode_slots))
+    start_rows, stored = _lay_starts(starts, mark_rows, len(decode_slots) + len(mark_rows))
+    sample_slots = np.concatenate([decode_slots, *(start.slots for start in starts)])
+    counts = [len(start.slots) for start in starts]
+    start_positions = np.repeat(np.array([start.stem.position for start in starts], np.int64), counts)
     return StepPlan(
         slots=slots,
         token_ids=token_ids,
         positions=positions,
         slot_mapping=tails.kv_slots(token_slots, positions),
         forest=arrays,
-        logit_tokens=np.concatenate(logit_tokens),
+        logit_tokens=np.concatenate([offsets[decode_rows], mark_tokens]),
         stored_hidden=stored,
-        sample_slots=all_slots,
-        logit_index=np.concatenate(logit_index),
-        sample_positions=np.concatenate(sample_positions),
-        num_output=num_output,
-        generation=generation,
+        sample_slots=sample_slots,
+        logit_index=np.concatenate([np.arange(len(decode_slots)), np.repeat(start_rows, counts)]),
+        sample_positions=np.concatenate([begins[decode_rows] + 1, start_positions]),
+        num_output=rows.num_output[sample_slots],
+        generation=rows.generation[sample_slots],
         decode_slots=decode_slots,
         chunks=chunks,
         chunk_tokens=chunk_tokens,
         mark_rows=mark_rows,
         starts=starts,
     )
+
+
+def _write_chunks(token_ids: np.ndarray, chunks: list[Chunk], slots: np.ndarray, offsets: np.ndarray) -> list[int]:
+    """Put each chunk's tokens in place; returns where each begins."""
+    row_of = {slot: row for row, slot in enumerate(slots.tolist())} if chunks else {}
+    firsts = []
+    for chunk in chunks:
+        first, run = int(offsets[row_of[chunk.prefill.slot]]), chunk.prefill.run
+        token_ids[first : first + chunk.end - chunk.begin] = run.tokens[chunk.begin - run.start : chunk.end - run.start]
+        firsts.append(first)
+    return firsts
+
+
+def _lay_marks(
+    chunks: list[Chunk], firsts: list[int], num_logits: int
+) -> tuple[np.ndarray, list[tuple[Chunk, int, int]]]:
+    """Return the token of every mark, and (chunk, position, logits row) of each, from row ``num_logits`` on."""
+    tokens, rows = [], []
+    for chunk, first in zip(chunks, firsts, strict=True):
+        for mark in chunk.marks:
+            rows.append((chunk, mark, num_logits + len(tokens)))
+            tokens.append(first + mark - 1 - chunk.begin)
+    return np.array(tokens, np.int64), rows
+
+
+def _lay_starts(
+    starts: list[Start], mark_rows: list[tuple[Chunk, int, int]], num_logits: int
+) -> tuple[np.ndarray, list[Any]]:
+    """Return the logits row of each start, and the stored hidden states that are rows from ``num_logits`` on."""
+    row_of = {(chunk.prefill.run.id, mark): row for chunk, mark, row in mark_rows}
+    stored: list[Any] = []
+    for start in starts:
+        key = (start.stem.run.id, start.stem.position)
+        if start.hidden is not None and key not in row_of:
+            row_of[key] = num_logits + len(stored)
+            stored.append(start.hidden)
+    return np.array([row_of[s.stem.run.id, s.stem.position] for s in starts], np.int64), stored
