@@ -21,7 +21,7 @@ def shell() -> Shell:
 def test_doctor_reports_every_topic_and_says_that_ramet_runs(shell: Shell) -> None:
     assert shell.run("doctor") == 0
     topics = {line.split()[1] for line in shell.out.splitlines() if line.split()[0] in ("ok", "note")}
-    assert topics >= {"ramet", "torch", "cpu", "memory", "gpu", "dtype", "gguf", "hub", "converted", "smollm2-135m"}
+    assert topics >= {"ramet", "torch", "cpu", "memory", "gpu", "dtype", "attention", "gguf", "hub", "converted"}
     assert shell.out.splitlines()[-1] == "Ramet can run here"
 
 
@@ -78,3 +78,19 @@ def test_no_secret_of_the_environment_is_printed(shell: Shell, monkeypatch: pyte
     for command in ("collect-env", "doctor"):
         assert shell.run(command) == 0
         assert "hf_secret" not in shell.out + shell.err
+
+
+def test_every_attention_backend_is_listed_with_its_reason(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ramet.attention.registry import BACKENDS
+
+    monkeypatch.setenv("RAMET_ATTENTION", "-cpu")
+    assert shell.run("doctor", "--json") == 0
+    checks = {check["topic"]: check for check in json.loads(shell.out)["checks"]}
+    assert all(checks[f"attention {name}"]["text"] for name in BACKENDS)
+    assert "asks reference (RAMET_ATTENTION=-cpu)" in checks["attention"]["text"]
+
+
+def test_attention_backends_that_are_all_taken_out_fail(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAMET_ATTENTION", "-cpu,-reference")
+    assert shell.run("doctor") == 1
+    assert "leaves no attention backend" in shell.out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -66,7 +67,7 @@ def run(settings: Settings, context: Context) -> int:
 def check_all() -> list[Check]:
     """Run every check; one that breaks is a failure of its own and hides no other."""
     checks: list[Check] = []
-    for section in (_versions, _processor, _devices, _dtype, _optional_packages, _models):
+    for section in (_versions, _processor, _devices, _dtype, _attention, _optional_packages, _models):
         checks += _guarded(section)
     return checks
 
@@ -116,6 +117,21 @@ def _dtype() -> Iterator[Check]:
         yield Check(
             "onednn", "note", "this torch has no oneDNN: linears are slower, and rows may differ between batches"
         )
+
+
+def _attention() -> Iterator[Check]:
+    from ramet.attention.problem import Problem
+    from ramet.attention.registry import BACKENDS, ENVIRONMENT, explain, supports
+    from ramet.models.registry import resolve_dtype
+
+    usual = Problem(num_qo_heads=32, num_kv_heads=8, head_dim=128, page_size=16, dtype=resolve_dtype("auto"))
+    chosen = explain(usual)
+    edits = f" ({ENVIRONMENT}={os.environ[ENVIRONMENT]})" if os.environ.get(ENVIRONMENT) else ""
+    order = ", then ".join(chosen.order)
+    yield Check("attention", "fail" if chosen.backend is None else "ok", f"asks {order}{edits}: {chosen}")
+    for name in BACKENDS:
+        works, reason = supports(usual, name)
+        yield Check(f"attention {name}", "ok" if works else "note", reason)
 
 
 def _optional_packages() -> Iterator[Check]:
