@@ -44,11 +44,11 @@ def storm(aborts: int, warm: int) -> float:
     return (psutil.Process().memory_info().rss - baseline) / 2**20
 
 
-def test_a_thousand_aborts_leave_memory_flat() -> None:
-    assert storm(aborts=1000, warm=300) < 16
+def test_two_thousand_aborts_leave_memory_flat() -> None:
+    assert storm(aborts=2000, warm=1200) < 12
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 def test_ten_thousand_aborts_leave_memory_flat() -> None:
-    assert storm(aborts=10_000, warm=1000) < 16
+    assert storm(aborts=10_000, warm=2000) < 12
