@@ -23,7 +23,7 @@ help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*##/|/' | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
 
 demo: $(VENV)/.demo  ## set up, then N samples (default 8) of PROMPT from SmolLM2-135M
-	$(BIN)/ramet generate smollm2-135m --prompt "$(PROMPT)" --n $(N)
+	$(BIN)/ramet generate smollm2-135m --chat --prompt "$(PROMPT)" --n $(N) --max-tokens 64
 
 test: $(VENV)/.dev  ## set up, then the test suite (without soak tests)
 	$(BIN)/python -m pytest $(ARGS)
