@@ -1,0 +1,1 @@
+"""Ways to do attention, behind one interface (``base``); ``ramet.attention.registry`` chooses."""

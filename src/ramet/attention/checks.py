@@ -1,0 +1,141 @@
+"""Cheap checks of metadata: shapes, dtypes and ranges, never the contents of a pool."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ramet.attention.problem import Problem
+from ramet.attention.types import ForestArrays
+from ramet.errors import InvalidArgument
+
+
+def check_forest(forest: ForestArrays, page_size: int) -> None:
+    """Refuse arrays that are no forest.
+
+    Raises
+    ------
+    InvalidArgument
+        Naming the array, the first index that is wrong, its value and what is allowed.
+    """
+    _check_shapes(forest)
+    q_lens = np.diff(forest.cu_seqlens_q)
+    if forest.cu_seqlens_q[0] != 0:
+        raise InvalidArgument(f"cu_seqlens_q[0] is {forest.cu_seqlens_q[0]}; it must be 0.")
+    _require(q_lens >= 0, "cu_seqlens_q", forest.cu_seqlens_q[1:], "offsets never decrease", 1)
+    nodes = forest.num_nodes
+    leaf, parent = forest.row_leaf, forest.node_parent
+    _require((leaf >= 0) & (leaf < nodes), "row_leaf", leaf, f"a node from 0 to {nodes - 1}")
+    _require(
+        (parent >= -1) & (parent < np.arange(nodes)), "node_parent", parent, "-1, or a node that comes before its child"
+    )
+    start, end, first_slot = forest.node_start, forest.node_end, forest.node_first_slot
+    _require(start >= 0, "node_start", start, "a position of at least 0")
+    _require(end >= start, "node_end", end, "at least node_start")
+    child = parent >= 0
+    joined = ~child | (start == end[parent])
+    _require(joined, "node_start", start, "a child starts where its parent ends")
+    _require(
+        (first_slot >= 0) & (first_slot < page_size), "node_first_slot", first_slot, f"a slot from 0 to {page_size - 1}"
+    )
+    _check_pages(forest, page_size)
+    roots = _roots(forest)
+    q_rows = q_lens <= end[leaf] - start[roots[leaf]]
+    _require(q_rows, "cu_seqlens_q", q_lens, "a row has at most as many query tokens as its path has positions")
+
+
+def _check_shapes(forest: ForestArrays) -> None:
+    lengths = {
+        "cu_seqlens_q": forest.num_rows + 1,
+        "row_leaf": forest.num_rows,
+        "node_parent": forest.num_nodes,
+        "node_start": forest.num_nodes,
+        "node_end": forest.num_nodes,
+        "node_first_slot": forest.num_nodes,
+        "node_page_indptr": forest.num_nodes + 1,
+        "node_pages": None,
+    }
+    for name, length in lengths.items():
+        array = getattr(forest, name)
+        if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype.kind not in "iu":
+            raise InvalidArgument(f"{name} must be a one-dimensional NumPy array of integers.")
+        if length is not None and len(array) != length:
+            raise InvalidArgument(f"{name} has {len(array)} entries; it must have {length} here.")
+
+
+def _check_pages(forest: ForestArrays, page_size: int) -> None:
+    indptr = forest.node_page_indptr
+    have = np.diff(indptr)
+    tokens = forest.node_end - forest.node_start
+    need = -(-(forest.node_first_slot + tokens) // page_size) * (tokens > 0)
+    if len(indptr) and (indptr[0] != 0 or indptr[-1] != len(forest.node_pages)):
+        raise InvalidArgument(
+            f"node_page_indptr runs from {indptr[0]} to {indptr[-1]}; it must run from 0 to {len(forest.node_pages)}, "
+            "the length of node_pages."
+        )
+    _require(have >= need, "node_page_indptr", have, "pages for every position of the node")
+    pages = forest.node_pages
+    if len(pages) and pages.min() < 0:  # pages behind a node's last position may be anything: nothing reads them
+        within = np.arange(len(pages)) - np.repeat(indptr[:-1], have)
+        used = within < np.repeat(need, have)
+        _require(~used | (pages >= 0), "node_pages", pages, "a page of at least 0; evicted pages cannot be read")
+
+
+def _roots(forest: ForestArrays) -> np.ndarray:
+    """The root above every node, by pointer doubling: log2(depth) passes."""
+    above = np.where(forest.node_parent >= 0, forest.node_parent, np.arange(forest.num_nodes))
+    while True:
+        higher = above[above]
+        if np.array_equal(higher, above):
+            return above
+        above = higher
+
+
+def _require(ok: np.ndarray, name: str, values: np.ndarray, allowed: str, first_index: int = 0) -> None:
+    if not ok.all():
+        index = int(np.argmin(ok))
+        raise InvalidArgument(f"{name}[{index + first_index}] is {values[index]}; allowed: {allowed}.")
+
+
+def check_tensors(
+    problem: Problem,
+    num_tokens: int,
+    num_pages: int,
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    out: torch.Tensor | None,
+) -> None:
+    """Refuse tensors that do not fit a plan; ``num_pages`` is the highest page it reads plus one.
+
+    Raises
+    ------
+    InvalidArgument
+        Naming the tensor, what it is and what it must be.
+    """
+    shape = (num_tokens, problem.num_qo_heads, problem.head_dim)
+    if q.shape != shape:
+        raise InvalidArgument(f"q has shape {tuple(q.shape)}; the plan was made for {shape}.")
+    pool = (problem.page_size, problem.num_kv_heads, problem.head_dim)
+    for name, tensor in (("k_pool", k_pool), ("v_pool", v_pool)):
+        if tensor.ndim != 4 or tensor.shape[1:] != pool:
+            raise InvalidArgument(
+                f"{name} has shape {tuple(tensor.shape)}; it must be [num_pages, page_size, num_kv_heads, head_dim] = "
+                f"[num_pages, {pool[0]}, {pool[1]}, {pool[2]}]."
+            )
+        if tensor.shape[0] < num_pages:
+            raise InvalidArgument(f"{name} has {tensor.shape[0]} pages, but the plan reads page {num_pages - 1}.")
+        _check_like(name, tensor, q)
+    if out is not None:
+        if out.shape != shape:
+            raise InvalidArgument(f"out has shape {tuple(out.shape)}; it must be {shape}, like q.")
+        _check_like("out", out, q)
+
+
+def _check_like(name: str, tensor: torch.Tensor, q: torch.Tensor) -> None:
+    if tensor.dtype != q.dtype:
+        raise InvalidArgument(f"{name} is {tensor.dtype} and q is {q.dtype}; convert one: they must be equal.")
+    if tensor.device != q.device:
+        raise InvalidArgument(f"{name} is on {tensor.device} and q on {q.device}; both must be on one device.")
+    if not tensor.is_contiguous():
+        raise InvalidArgument(f"{name} has strides {tensor.stride()}; it must be contiguous (no copy is made of it).")
