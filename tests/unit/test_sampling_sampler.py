@@ -196,15 +196,15 @@ def test_a_row_is_the_same_to_the_bit_alone_and_in_any_batch(vocab_size: int, mo
 
 
 def test_a_row_is_the_same_when_neighbours_repeat_it_and_share_its_logits() -> None:
-    rows = mixed_requests(500, 13)
+    rows = mixed_requests(500, 26)
     sampler = sampler_for(rows, 500)
     logits = torch.from_numpy(np.random.default_rng(1).normal(0, 3, (1, 500)).astype(np.float32))
-    shared = sampler.sample(logits, batch_of(rows, index=[0] * 13))
-    apart = sampler.sample(logits.repeat(13, 1), batch_of(rows))
-    twice = sampler.sample(logits, batch_of(rows + rows, slots=[*range(13), *range(13)], index=[0] * 26))
+    shared = sampler.sample(logits, batch_of(rows, index=[0] * 26))
+    apart = sampler.sample(logits.repeat(26, 1), batch_of(rows))
+    twice = sampler.sample(logits, batch_of(rows + rows, slots=[*range(26), *range(26)], index=[0] * 52))
     for i, r in enumerate(rows):
         assert same_row(shared, i, apart, i, r.params.logprobs)
-        for j in (i, 13 + i):
+        for j in (i, 26 + i):
             assert same_row(shared, i, twice, j, r.params.logprobs)
 
 

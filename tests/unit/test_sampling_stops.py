@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -56,7 +57,7 @@ def test_the_first_completed_stop_ends_the_text_however_it_is_cut(
         final = everything[: want[0] if include else want[0] - len(want[1])]
     sent, match, used = "", None, 0
     edges = sorted({0, len(pieces), *(c for c in cuts if c < len(pieces))})
-    for begin, end in zip(edges, edges[1:], strict=False):
+    for begin, end in pairwise(edges):
         match = watcher.push(list(range(begin, end)))
         sent += watcher.take()
         assert final.startswith(sent)
