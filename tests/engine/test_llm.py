@@ -159,7 +159,8 @@ def test_stats_have_the_documented_keys(llm: LLM) -> None:
 
 def test_shared_steps_are_counted(llm: LLM) -> None:
     before = llm.stats()
-    llm.generate("Count the shared steps of this", SamplingParams(n=4, max_tokens=8, ignore_eos=True), use_tqdm=False)
+    prompt = "Count the shared steps of this. " * 20
+    llm.generate(prompt, SamplingParams(n=16, max_tokens=8, ignore_eos=True), use_tqdm=False)
     after = llm.stats()
     assert after["steps_shared"] - before["steps_shared"] == 7, "every decode step after the first token"
     read = after["kv_tokens_read"] - before["kv_tokens_read"]

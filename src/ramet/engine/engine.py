@@ -9,6 +9,7 @@ from time import perf_counter
 import numpy as np
 import torch
 
+from ramet.attention import AttentionPlan
 from ramet.cache import Forest, PagePool, TailTable
 from ramet.config import EngineConfig
 from ramet.engine.commit import Committer
@@ -175,8 +176,10 @@ class Engine:
                 if token >= self.spec.vocab_size:
                     raise InvalidArgument(f"{name} has {token}; allowed: 0 to {self.spec.vocab_size - 1}.")
 
-    def _count(self, plan: StepPlan, work: object, clock: list[float]) -> None:
+    def _count(self, plan: StepPlan, work: AttentionPlan | None, clock: list[float]) -> None:
         stats = self.stats
+        if work is not None:
+            stats.count_attention(work.backend, work.counters)
         stats.steps += 1
         stats.model_tokens += plan.num_tokens
         stats.prefill_tokens += sum(chunk.end - chunk.begin for chunk in plan.chunks)

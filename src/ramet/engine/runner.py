@@ -122,7 +122,8 @@ class Runner:
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             k_pool, v_pool = layers[layer]
             attention.append_kv(k, v, k_pool, v_pool, slot_mapping)
-            return work.run(q, k_pool, v_pool, sm_scale=sm_scale)
+            out = work.run(q, k_pool, v_pool, sm_scale=sm_scale)
+            return out if isinstance(out, torch.Tensor) else out[0]
 
         return attend
 

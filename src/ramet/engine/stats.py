@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ramet.attention import PlanCounters
+
 
 @dataclass
 class EngineStats:
@@ -21,6 +23,7 @@ class EngineStats:
     preemptions: int = 0
     forest_rebuilds: int = 0
     shared_nodes: int = 0
+    nodes_declined: int = 0  #: nodes with several rows below that were read per row, since sharing would not pay
     kv_tokens_read: int = 0
     kv_tokens_logical: int = 0
     groups_finished: int = 0
@@ -31,3 +34,12 @@ class EngineStats:
     seconds_forward: float = 0.0
     seconds_sample: float = 0.0
     seconds_commit: float = 0.0
+
+    def count_attention(self, backend: str, counters: PlanCounters) -> None:
+        """Add what one step's attention read."""
+        self.attention_backends[backend] = self.attention_backends.get(backend, 0) + 1
+        self.steps_shared += counters.shared_nodes > 0
+        self.shared_nodes += counters.shared_nodes
+        self.nodes_declined += counters.declined_nodes
+        self.kv_tokens_read += counters.kv_tokens_read
+        self.kv_tokens_logical += counters.kv_tokens_logical
