@@ -145,5 +145,5 @@ def test_the_last_line_is_json_of_everything() -> None:
 
 def test_counters_are_differences_nested_ones_too() -> None:
     before = {"steps": 5, "tiers": {"plain": 2}, "seconds": 0.5, "name": "x"}
-    after = {"steps": 9, "tiers": {"plain": 3, "full": 1}, "seconds": 0.75, "name": "y"}
+    after = {"pages_free": 7, "steps": 9, "tiers": {"plain": 3, "full": 1}, "seconds": 0.75, "name": "y"}
     assert difference(before, after) == {"steps": 4, "tiers": {"plain": 1, "full": 1}, "seconds": 0.25, "name": "y"}

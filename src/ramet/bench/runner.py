@@ -13,6 +13,19 @@ if TYPE_CHECKING:
     from ramet.llm import LLM
 
 
+_GAUGES = (
+    "groups_waiting",
+    "samples_running",
+    "pages_total",
+    "pages_free",
+    "pages_cached",
+    "pages_in_use",
+    "page_bytes",
+    "runs",
+)
+"""Entries of ``LLM.stats()`` that are a state and no count."""
+
+
 @dataclass
 class GroupTimes:
     """Seconds from the submission of a prompt to the end of each of its samples, in the order they ended."""
@@ -102,9 +115,11 @@ def warm_up(llm: LLM, workload: Workload) -> None:
 
 
 def difference(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """Return the counters of ``after`` less those of ``before``, nested ones too."""
+    """Return the counters of ``after`` less those of ``before``, nested ones too; what counts nothing is left out."""
     result: dict[str, Any] = {}
     for name, value in after.items():
+        if name in _GAUGES:
+            continue
         old = before.get(name, {} if isinstance(value, dict) else 0)
         if isinstance(value, dict):
             result[name] = difference(old, value)
