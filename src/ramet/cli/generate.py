@@ -28,8 +28,8 @@ from ramet.sampling_params import SamplingParams
 
 USAGE = "MODEL [options]"
 DESCRIPTION = (
-    "Sample continuations of prompts. Without --output the samples are printed; with it, each prompt becomes a JSON "
-    "line as soon as it is finished, and running the same command again does only what is missing."
+    "Sample continuations of prompts. Without --output the samples are printed; with it, prompts that are finished "
+    "become JSON lines, portion by portion, and running the same command again does only what is missing."
 )
 MAX_TOKENS = 256  # SamplingParams' own 16 is too short for someone who looks at the text
 _SEED_HELP = (
