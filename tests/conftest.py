@@ -1,4 +1,4 @@
-"""Shared by all tests: one CPU thread, since tests may run beside each other and small models gain nothing from more."""
+"""Shared by all tests: one CPU thread. Small models gain nothing from more, and tests may run beside each other."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from time import perf_counter
 from types import TracebackType
 from typing import Any
@@ -12,15 +12,18 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from ramet import logs
 from ramet.config import EngineConfig
 from ramet.engine.engine import Engine
+from ramet.engine.group import GroupRequest
 from ramet.engine.memory import plan_memory
 from ramet.errors import Closed, InvalidArgument
 from ramet.frontend.client import Client, Prompt
+from ramet.frontend.interrupt import interrupt_after
 from ramet.frontend.tokenizer import load_tokenizer
 from ramet.models.registry import load_model, resolve
 from ramet.outputs import RequestOutput
-from ramet.sampling_params import RequestOutputKind, SamplingParams
+from ramet.sampling_params import SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +52,7 @@ class LLM:
     """
 
     def __init__(self, model: str, **settings: Any) -> None:
+        logs.configure_unless_done()
         self.config = EngineConfig(model=model, **settings)
         if self.config.num_threads is not None:
             torch.set_num_threads(self.config.num_threads)
@@ -66,7 +70,7 @@ class LLM:
             self.engine, self.tokenizer, eos_token_ids=loaded.spec.eos_token_ids, seed=self.config.seed
         )
         self._defaults = loaded.files.generation_config
-        self._greedy_copies_noted = False
+        self._greedy_copies_noted = self._defaults_told = False
         log.info(
             "start: weights %.1f s, tokenizer and pool %.1f s; %s in %s",
             weights_loaded - started,
@@ -75,9 +79,6 @@ class LLM:
             str(dtype).removeprefix("torch."),
         )
         log.info("%s", self.memory.ledger())
-        params, sources = self.default_sampling_params()
-        given = ", ".join(f"{name}={getattr(params, name)!r} ({source})" for name, source in sources.items())
-        log.info("sampling defaults: %s; the rest: built-in", given or "all built-in")
 
     # ---- generation ------------------------------------------------------------------------------------------
 
@@ -109,16 +110,26 @@ class LLM:
         InvalidArgument
             A prompt or parameter cannot be served; nothing was started then.
         """
+        outputs: dict[int, RequestOutput] = dict(self.as_completed(prompts, sampling_params, use_tqdm=use_tqdm))
+        return [outputs[i] for i in sorted(outputs)]
+
+    def as_completed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        """Like :meth:`generate`, but yield (number of the prompt, answer) as soon as each is finished.
+
+        Leaving the loop early aborts what is left.
+        """
         client = self._checked_client()
         prompt_list = _as_prompts(prompts)
         params_list = self._as_params(sampling_params, len(prompt_list))
         # all are checked before one is started: bad input loses nothing
         made = [client.request(p, s) for p, s in zip(prompt_list, params_list, strict=True)]
-        for request, output in made:
-            client.submit(request, output)
-        outputs = [output for _, output in made]
-        self._run(client, outputs, use_tqdm)
-        return outputs
+        return self._run(client, made, use_tqdm)
 
     def chat(
         self,
@@ -151,7 +162,9 @@ class LLM:
         client.submit(request, output)
         try:
             while not output.finished:
-                if output in client.step():
+                with interrupt_after():
+                    changed = client.step()
+                if any(one is output for one in changed):
                     yield output
         finally:
             if not output.finished:
@@ -196,29 +209,32 @@ class LLM:
         seed = None if sampling_params is not None and sampling_params.seed is not None else request.seed
         made, output = client.request(tokens[:position], params, first_sample_id=request.next_sample_id, seed=seed)
         request.next_sample_id += params.n
-        client.submit(made, output)
-        self._run(client, [output], use_tqdm)
-        return output
+        return dict(self._run(client, [(made, output)], use_tqdm))[0]
 
-    def _run(self, client: Client, outputs: list[RequestOutput], use_tqdm: bool) -> None:
-        unfinished = {id(output) for output in outputs}
-        bar = tqdm(total=len(outputs), desc="prompts", disable=not use_tqdm, dynamic_ncols=True)
+    def _run(
+        self, client: Client, made: list[tuple[GroupRequest, RequestOutput]], use_tqdm: bool
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        number = {id(output): i for i, (_, output) in enumerate(made)}
+        bar = tqdm(total=len(made), desc="prompts", disable=not use_tqdm, dynamic_ncols=True)
         before, started = self.engine.stats.sampled_tokens, perf_counter()
         try:
-            with bar:
-                while unfinished:
-                    for output in client.step():
-                        if output.finished:
-                            unfinished.discard(id(output))
-                            bar.update(1)
-                    if use_tqdm:
+            for request, output in made:
+                client.submit(request, output)
+            while number:
+                with interrupt_after():
+                    changed = client.step()
+                for output in changed:
+                    if output.finished and id(output) in number:
                         tokens = self.engine.stats.sampled_tokens - before
                         bar.set_postfix_str(f"{tokens / (perf_counter() - started):,.0f} tok/s", refresh=False)
-        except BaseException:  # Ctrl-C included: nothing of these requests may stay behind
-            for output in outputs:
-                client.abort(output.request_id)
-            self._drain(client)
-            raise
+                        bar.update(1)
+                        yield number.pop(id(output)), output
+        finally:
+            bar.close()
+            if number:  # Ctrl-C, an error, or a loop that was left: nothing of these requests may stay behind
+                for request, _ in made:
+                    client.abort(request.request_id)
+                self._drain(client)
 
     def _drain(self, client: Client) -> None:
         """Take the news of aborted requests."""
@@ -281,7 +297,11 @@ class LLM:
 
     def _as_params(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if given is None:
-            given = self.default_sampling_params()[0]
+            given, sources = self.default_sampling_params()
+            if not self._defaults_told:
+                self._defaults_told = True
+                told = ", ".join(f"{name}={getattr(given, name)!r} ({source})" for name, source in sources.items())
+                log.info("sampling defaults: %s", f"{told}; the rest built-in" if told else "built-in")
         params = [given] * count if isinstance(given, SamplingParams) else list(given)
         if len(params) != count:
             raise InvalidArgument(
@@ -293,7 +313,7 @@ class LLM:
             if p.greedy and p.n > 1 and not self._greedy_copies_noted:
                 self._greedy_copies_noted = True
                 log.warning("temperature is 0 and n is %d: computed once, the samples are equal copies", p.n)
-        return [replace(p, output_kind=RequestOutputKind.CUMULATIVE) if p.output_kind is None else p for p in params]
+        return params
 
 
 def _as_prompts(prompts: Any) -> list[Prompt]:

@@ -46,13 +46,20 @@ class FakeLLM:
 
     def generate(self, prompts: list[dict], params: list[SamplingParams], *, use_tqdm: bool) -> list[RequestOutput]:
         self.calls.append((prompts, params, use_tqdm))
-        answers = []
-        for prompt, own in zip(prompts, params, strict=True):
+        return [answer for _, answer in self._answers(prompts, params)]
+
+    def as_completed(
+        self, prompts: list[dict], params: list[SamplingParams], *, use_tqdm: bool
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        self.calls.append((prompts, params, use_tqdm))
+        return self._answers(prompts, params)
+
+    def _answers(self, prompts: list[dict], params: list[SamplingParams]) -> Iterator[tuple[int, RequestOutput]]:
+        for i, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
             if self.interrupt_after is not None and self.done >= self.interrupt_after:
                 raise KeyboardInterrupt
             self.done += 1
-            answers.append(self._answer(prompt, own))
-        return answers
+            yield i, self._answer(prompt, own)
 
     def _answer(self, prompt: dict, params: SamplingParams) -> RequestOutput:
         ids = prompt.get("prompt_token_ids") or [ord(c) for c in prompt["prompt"]]

@@ -8,9 +8,9 @@ from typing import Any
 
 from ramet.cli import environment
 from ramet.cli.common import ENGINE_FIELDS, Context, add_common_options, add_engine_options, require_model
-from ramet.cli.log import LOGGER
 from ramet.cli.options import Parser, Settings
 from ramet.errors import InvalidArgument
+from ramet.logs import LOGGER
 
 USAGE = "MODEL [options]"
 DESCRIPTION = (

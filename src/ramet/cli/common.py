@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
-from ramet.cli.log import LOGGER
 from ramet.cli.options import Parser, Settings, add_fields
 from ramet.config import EngineConfig
 from ramet.errors import InvalidArgument
+from ramet.logs import LOGGER
 from ramet.sampling_params import SamplingParams
 
 ENGINE_FIELDS = tuple(f.name for f in dataclasses.fields(EngineConfig) if f.name != "model")

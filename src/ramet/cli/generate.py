@@ -18,24 +18,23 @@ from ramet.cli.common import (
     require_model,
 )
 from ramet.cli.environment import versions
-from ramet.cli.log import LOGGER
 from ramet.cli.options import Parser, Settings
 from ramet.cli.prompts import Prompt, read_prompts
 from ramet.cli.results import ResultsFile, record
 from ramet.errors import InvalidArgument
+from ramet.logs import LOGGER
 from ramet.outputs import RequestOutput
 from ramet.sampling_params import SamplingParams
 
 USAGE = "MODEL [options]"
 DESCRIPTION = (
-    "Sample continuations of prompts. Without --output the samples are printed; with it, prompts that are finished "
-    "become JSON lines, portion by portion, and running the same command again does only what is missing."
+    "Sample continuations of prompts. Without --output the samples are printed; with it, each prompt becomes a "
+    "JSON line as soon as it is finished, and running the same command again does only what is missing."
 )
 MAX_TOKENS = 256  # SamplingParams' own 16 is too short for someone who looks at the text
 _SEED_HELP = (
     "Prompt i is sampled with the seed plus i, so the same command gives the same samples; also of dummy weights."
 )
-_BATCHES_AT_ONCE = 8
 
 
 def add_options(parser: Parser) -> None:
@@ -128,7 +127,9 @@ def _run(settings: Settings, context: Context, llm: Any, prompts: Sequence[Promp
             )
     done = len(prompts) - len(work)
     try:
-        for prompt, own, output in _finished(llm, work, use_tqdm=not settings["quiet"] and context.stderr.isatty()):
+        to_file = settings["output"] is not None and settings["output"] != "-"
+        use_tqdm = not settings["quiet"] and context.stderr.isatty()
+        for prompt, own, output in _finished(llm, work, in_order=not to_file, use_tqdm=use_tqdm):
             if settings["output"] is None:
                 context.write(_as_text(prompt, output, titled=len(prompts) > 1))
             else:
@@ -157,21 +158,22 @@ def _params_of(prompt: Prompt, base: SamplingParams, seed: int) -> SamplingParam
 
 
 def _finished(
-    llm: Any, work: Sequence[tuple[Prompt, SamplingParams]], use_tqdm: bool
+    llm: Any, work: Sequence[tuple[Prompt, SamplingParams]], *, in_order: bool, use_tqdm: bool
 ) -> Iterator[tuple[Prompt, SamplingParams, RequestOutput]]:
-    """Yield each prompt with its parameters and its answer, in portions that fill the engine several times."""
-    at = 0
-    while at < len(work):
-        end, samples = at, 0
-        while end < len(work) and (end == at or samples < _BATCHES_AT_ONCE * llm.config.max_num_seqs):
-            samples += work[end][1].n
-            end += 1
-        portion = work[at:end]
-        inputs = [_input(llm, prompt) for prompt, _ in portion]
-        outputs = llm.generate(inputs, [params for _, params in portion], use_tqdm=use_tqdm)
-        for (prompt, params), output in zip(portion, outputs, strict=True):
-            yield prompt, params, output
-        at = end
+    """Yield each prompt, its parameters and its answer as soon as it is finished, or in the order of the prompts."""
+    if not work:
+        return
+    inputs = [_input(llm, prompt) for prompt, _ in work]
+    held: dict[int, RequestOutput] = {}
+    turn = 0
+    for i, output in llm.as_completed(inputs, [params for _, params in work], use_tqdm=use_tqdm):
+        if not in_order:
+            yield *work[i], output
+            continue
+        held[i] = output
+        while turn in held:
+            yield *work[turn], held.pop(turn)
+            turn += 1
 
 
 def _input(llm: Any, prompt: Prompt) -> Any:

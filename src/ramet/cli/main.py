@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from ramet.cli import log
+from ramet import logs
 from ramet.cli.common import Context
 from ramet.cli.config_file import read_config
 from ramet.cli.options import Parser, parse
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None, context: Context | None = None) -> i
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     context = context or Context()
-    log.configure()
+    logs.configure()
     try:
         return _dispatch(argv, context)
     except SystemExit as stop:  # argparse, after --help
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None, context: Context | None = None) -> i
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE
     except RametError as error:
-        log.LOGGER.debug("where the error came from:", exc_info=True)
+        logs.LOGGER.debug("where the error came from:", exc_info=True)
         context.stderr.write(f"ramet: error: {' '.join(str(error).split())}\n")
         return 1 if isinstance(error, OutOfMemory | CapacityExceeded | Closed) else 2
 
@@ -73,7 +73,7 @@ def _dispatch(argv: list[str], context: Context) -> int:
     parser = Parser(prog=f"ramet {name}", usage=f"ramet {name} {module.USAGE}", description=module.DESCRIPTION)
     module.add_options(parser)
     settings = parse(parser, rest, read_config)
-    log.configure(quiet=settings["quiet"], verbose=settings["verbose"], as_json=settings["log_json"])
+    logs.configure(quiet=settings["quiet"], verbose=settings["verbose"], as_json=settings["log_json"])
     return int(module.run(settings, context))
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ramet.cli.log import LOGGER
 from ramet.cli.prompts import KINDS, Prompt
 from ramet.errors import InvalidArgument
+from ramet.logs import LOGGER
 from ramet.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from ramet.sampling_params import SamplingParams
 

@@ -139,7 +139,8 @@ def _lay_marks(
     chunks: list[Chunk], firsts: list[int], num_logits: int
 ) -> tuple[np.ndarray, list[tuple[Chunk, int, int]]]:
     """Return the token of every mark, and (chunk, position, logits row) of each, from row ``num_logits`` on."""
-    tokens, rows = [], []
+    tokens: list[int] = []
+    rows: list[tuple[Chunk, int, int]] = []
     for chunk, first in zip(chunks, firsts, strict=True):
         for mark in chunk.marks:
             rows.append((chunk, mark, num_logits + len(tokens)))

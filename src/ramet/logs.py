@@ -1,4 +1,4 @@
-"""Log lines of the command, on the logger ``ramet`` alone; the root logger is never touched."""
+"""Log lines, on the logger ``ramet`` alone; the root logger is never touched."""
 
 from __future__ import annotations
 
@@ -57,3 +57,9 @@ def configure(*, quiet: bool = False, verbose: bool = False, as_json: bool = Fal
     LOGGER.addHandler(handler)
     LOGGER.setLevel(logging.DEBUG if verbose else logging.WARNING if quiet else logging.INFO)
     LOGGER.propagate = False
+
+
+def configure_unless_done() -> None:
+    """Send log lines to stderr unless this, or the application, has arranged for them already."""
+    if not LOGGER.handlers and not logging.getLogger().handlers and LOGGER.level == logging.NOTSET:
+        configure()
