@@ -88,6 +88,7 @@ class Engine:
         """Compute one step for everyone who runs; returns the news, which may be none."""
         events, self._pending = self._pending, []
         if not self.scheduler.has_work:
+            self._forget_finished(events)
             return events
         clock = [perf_counter()]
         plan = self.scheduler.plan()
