@@ -27,8 +27,8 @@ LUCKY_BITS = np.uint32(1 << 24)
 UNLUCKY_NOISE = float(gumbel_noise(np.array([LUCKY_BITS]))[0]) + 1e-3
 """No other token has more noise than this; the thousandth is a margin for the rounding of scores."""
 
-BLOCK_ELEMENTS = 1 << 21
-"""Tokens that are hashed at a time: 16 MB of scratch, which should stay in a cache."""
+BLOCK_ELEMENTS = 1 << 20
+"""Tokens that are hashed at a time: 8 MB of scratch, which should stay in a cache."""
 
 
 @dataclass
