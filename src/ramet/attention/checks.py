@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import numpy as np
 import torch
 
@@ -45,6 +47,10 @@ def check_forest(forest: ForestArrays, page_size: int) -> None:
 
 
 def _check_shapes(forest: ForestArrays) -> None:
+    for field in fields(forest):
+        array = getattr(forest, field.name)
+        if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype.kind not in "iu":
+            raise InvalidArgument(f"{field.name} must be a one-dimensional NumPy array of integers.")
     lengths = {
         "cu_seqlens_q": forest.num_rows + 1,
         "row_leaf": forest.num_rows,
@@ -56,11 +62,8 @@ def _check_shapes(forest: ForestArrays) -> None:
         "node_pages": None,
     }
     for name, length in lengths.items():
-        array = getattr(forest, name)
-        if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype.kind not in "iu":
-            raise InvalidArgument(f"{name} must be a one-dimensional NumPy array of integers.")
-        if length is not None and len(array) != length:
-            raise InvalidArgument(f"{name} has {len(array)} entries; it must have {length} here.")
+        if length is not None and len(getattr(forest, name)) != length:
+            raise InvalidArgument(f"{name} has {len(getattr(forest, name))} entries; it must have {length} here.")
 
 
 def _check_pages(forest: ForestArrays, page_size: int) -> None:

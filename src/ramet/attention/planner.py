@@ -192,16 +192,15 @@ def build_work(forest: ForestArrays, policy: SharePolicy, gate: str = "auto") ->
     shared, declined = _choose(forest, rows, below, tokens[:-1], policy, gate)
 
     shared_at = np.append(shared, False)[paths]  # [depth, R]
-    item_tokens = np.where(shared_at, tokens[paths], 0)
-    column = np.cumsum(item_tokens, axis=0)  # tokens of all items down to this depth
+    items_at = np.where(shared_at, (np.cumsum(shared) - 1)[paths], -1)  # ascending down each path: parents come first
     item_node = np.flatnonzero(shared)
     begin = first[item_node]
-    depth = np.argmax(paths[:, begin] == item_node, axis=0) if len(item_node) else item_node
+    itself = np.arange(len(item_node))
     tails = (on_path & ~shared_at).T  # row by row, each from the root to the leaf
     tail_indptr = np.zeros(len(rows) + 1, np.int64)
     np.cumsum(tails.sum(axis=1), out=tail_indptr[1:])
     tail_node = paths.T[tails]
-    row_item_tokens = column[-1] if len(column) else np.zeros(len(rows), np.int64)
+    row_tokens = tokens[paths].sum(axis=0)
     return WorkList(
         forest=forest,
         rows=rows,
@@ -213,10 +212,9 @@ def build_work(forest: ForestArrays, policy: SharePolicy, gate: str = "auto") ->
         item_row_end=begin + below[item_node],
         item_tokens=tokens[item_node],
         item_first_slot=forest.node_first_slot[item_node].astype(np.int64),
-        item_column=column[depth, begin] - tokens[item_node],
-        row_tokens=tokens[paths].sum(axis=0),
-        row_item_tokens=row_item_tokens,
-        row_item=_item_above(shared_at, paths, shared),
+        item_above=np.where(items_at[:, begin] < itself, items_at[:, begin], -1).max(axis=0, initial=-1),
+        row_tokens=row_tokens,
+        row_item=items_at.max(axis=0, initial=-1),
         tail_indptr=tail_indptr,
         tail_node=tail_node,
         counters=PlanCounters(
@@ -226,7 +224,7 @@ def build_work(forest: ForestArrays, policy: SharePolicy, gate: str = "auto") ->
             declined_nodes=int(declined.sum()),
             rows_sharing=int((shared_at & (np.append(below, 0)[paths] > 1)).any(axis=0).sum()),
             kv_tokens_read=int(tokens[item_node].sum() + tokens[tail_node].sum()),
-            kv_tokens_logical=int(row_item_tokens.sum() + tokens[tail_node].sum()),
+            kv_tokens_logical=int(row_tokens.sum()),
         ),
     )
 
@@ -289,12 +287,3 @@ def _choose(
     else:
         shared = several & ((below - 1) * tokens >= policy.min_saved_tokens) & (tokens > 0)
     return shared, several & ~shared & (tokens > 0)
-
-
-def _item_above(shared_at: np.ndarray, paths: np.ndarray, shared: np.ndarray) -> np.ndarray:
-    """Index of each row's deepest item, -1 for none. Parents come before children: the deepest has the largest id."""
-    if not len(paths):
-        return np.full(paths.shape[1], -1, np.int64)
-    deepest = np.where(shared_at, paths, -1).max(axis=0)
-    number = np.append(np.cumsum(shared) - 1, -1)
-    return number[deepest]

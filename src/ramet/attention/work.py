@@ -66,10 +66,10 @@ class WorkList:
         Its rows: the interval ``rows[item_row_begin:item_row_end]``.
     item_tokens, item_first_slot : int64 [items]
         Its token range is ``[0, item_tokens)``, and token 0 is KV slot ``item_first_slot`` of the node's first page.
-    item_column : int64 [items]
-        Tokens of the items above it.
-    row_tokens, row_item_tokens : int64 [R]
-        Positions on the row's path, and how many of them lie in items.
+    item_above : int64 [items]
+        The deepest item above an item, -1 for none.
+    row_tokens : int64 [R]
+        Positions on the row's path.
     row_item : int64 [R]
         The deepest item above a row, -1 for none.
     tail_indptr : int64 [R + 1]
@@ -89,9 +89,8 @@ class WorkList:
     item_row_end: np.ndarray
     item_tokens: np.ndarray
     item_first_slot: np.ndarray
-    item_column: np.ndarray
+    item_above: np.ndarray
     row_tokens: np.ndarray
-    row_item_tokens: np.ndarray
     row_item: np.ndarray
     tail_indptr: np.ndarray
     tail_node: np.ndarray

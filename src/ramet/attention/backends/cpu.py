@@ -114,6 +114,8 @@ def _run_pass(step: BoundPass, k_rows: torch.Tensor, v_rows: torch.Tensor, sm_sc
     for item in step.items:
         if item.wide is not None:
             item.rows.copy_(item.wide)
-        torch.bmm(item.scores, item.v, out=item.out)
+        torch.bmm(item.weights, item.v, out=item.out)
+        if item.rest is not None:
+            torch.baddbmm(item.out, *item.rest, out=item.out)
         if item.out_sum is not None:
             item.out_sum.add_(item.out_rows)

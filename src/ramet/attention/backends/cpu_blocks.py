@@ -13,8 +13,8 @@ from ramet.attention.problem import Problem
 from ramet.attention.work import WorkList
 
 KEY_BLOCK = 16
-"""Tails and score rows are padded to this many keys. A row's sums then run over the same lanes whatever its neighbours'
-lengths are, so its bits do not depend on them; padding adds exact zeros."""
+"""Nodes and tails are padded to multiples of this many keys. A row's sums then run over the same lanes in the same
+order whatever its neighbours' lengths are, and padding adds exact zeros: its bits do not depend on its neighbours."""
 
 MAX_BLOCK_TOKENS = 128
 """Query tokens of one row in a pass. Long prefills are cut so that the keys behind a block, which causality hides, are
@@ -48,7 +48,7 @@ class Blocks(NamedTuple):
     tail : int64
         Keys of the row's tail that the last query sees.
     above : int64
-        Keys of the items above the row.
+        Keys of the items above the row, padded.
     """
 
     row: np.ndarray
@@ -122,7 +122,23 @@ def cut_blocks(work: WorkList, tails: Tails, problem: Problem) -> Blocks:
         offset = (np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)) * size
         q_begin, q_len = work.q_begin[row] + offset, np.minimum(work.q_len[row] - offset, size)
         end = work.end[row] - work.q_len[row] + offset + q_len
-    return Blocks(row, q_begin, q_len, end, tails.visible(row, end[:, None])[:, 0], work.row_item_tokens[row])
+    above = np.append(columns(work)[1], 0)[work.row_item[row]]
+    return Blocks(row, q_begin, q_len, end, tails.visible(row, end[:, None])[:, 0], above)
+
+
+def padded(keys: np.ndarray) -> np.ndarray:
+    """Round up to whole key blocks."""
+    return -(-keys // KEY_BLOCK) * KEY_BLOCK
+
+
+def columns(work: WorkList) -> tuple[np.ndarray, np.ndarray]:
+    """First and last + 1 score column of each item, behind the tails: items follow each other down every path."""
+    width = padded(work.item_tokens)
+    end = width.copy()
+    for item, above in enumerate(work.item_above.tolist()):
+        if above >= 0:
+            end[item] += end[above]
+    return end - width, end
 
 
 def sort_blocks(work: WorkList, blocks: Blocks, problem: Problem) -> tuple[Blocks, np.ndarray, np.ndarray]:
@@ -136,7 +152,7 @@ def sort_blocks(work: WorkList, blocks: Blocks, problem: Problem) -> tuple[Block
     if len(pass_bounds(blocks, problem)) <= 2:
         return blocks, begin, end
     item = work.row_item[blocks.row]
-    top = np.flatnonzero(work.item_column == 0)
+    top = np.flatnonzero(work.item_above < 0)
     rank = np.full(len(blocks.row), -1)  # blocks below no item come first
     if len(top):
         longest = np.maximum.reduceat(np.append(blocks.tail, 0), np.stack([begin[top], end[top]], 1).ravel())[::2]
@@ -157,13 +173,13 @@ def sort_blocks(work: WorkList, blocks: Blocks, problem: Problem) -> tuple[Block
 
 def pass_bounds(blocks: Blocks, problem: Problem) -> list[int]:
     """Where passes begin and end: neighbours join a pass while their padding costs less than another pass would."""
-    padded = -(-blocks.tail // KEY_BLOCK) * KEY_BLOCK
-    change = (np.diff(padded) != 0) | (np.diff(blocks.q_len) != 0) | (np.diff(blocks.above) != 0)
+    tails = padded(blocks.tail)
+    change = (np.diff(tails) != 0) | (np.diff(blocks.q_len) != 0) | (np.diff(blocks.above) != 0)
     begins = np.append(0, np.flatnonzero(change) + 1)
     counts = np.diff(np.append(begins, len(blocks.row)))
     bounds = [0]
     shape, useful = _Shape(0, 0, 0, 0), 0.0
-    alike = np.stack([counts, blocks.q_len[begins], padded[begins], blocks.above[begins]], axis=1)
+    alike = np.stack([counts, blocks.q_len[begins], tails[begins], blocks.above[begins]], axis=1)
     for count, q_len, tail, above in alike.tolist():
         while count:
             own = _Shape(1, q_len, tail, above).cost(problem)

@@ -22,11 +22,12 @@ import numpy as np
 from ramet.attention.backends.cpu_blocks import (
     GATHER_NS,
     ITEM_NS,
-    KEY_BLOCK,
     SCORE_NS,
     Blocks,
     Tails,
+    columns,
     cut_blocks,
+    padded,
     pass_bounds,
     sort_blocks,
 )
@@ -114,10 +115,6 @@ def layout(work: WorkList, problem: Problem) -> Layout:
     return Layout(tuple(passes), *_token_indices(blocks, bounds, passes, work.counters.tokens, problem.num_kv_heads))
 
 
-def _round_up(count: int) -> int:
-    return -(-count // KEY_BLOCK) * KEY_BLOCK
-
-
 class _PassBuilder:
     """Makes items and gather indices; holds what all passes of a plan look up."""
 
@@ -128,6 +125,7 @@ class _PassBuilder:
         slots = (forest.node_pages.astype(np.int64) * size)[:, None] + np.arange(size)
         self.kv_rows = slots.ravel() * problem.num_kv_heads
         self.item_place = forest.node_page_indptr[work.item_node].astype(np.int64) * size + work.item_first_slot
+        self.item_column = columns(work)[0]
         self.item_start = forest.node_start[work.item_node].astype(np.int64)
 
     def build(self, blocks: Blocks, nodes: np.ndarray, rows: np.ndarray) -> Pass:
@@ -137,7 +135,7 @@ class _PassBuilder:
         behind = (blocks.end - blocks.q_len)[:, None] + np.minimum(np.arange(q_len) + 1, blocks.q_len[:, None])
         items: list[Item] = []
         keys: list[np.ndarray] = []
-        tail_width = _round_up(int(blocks.tail.max()))
+        tail_width = int(padded(blocks.tail).max())
         if tail_width:
             visible = self.tails.visible(blocks.row, behind)
             items.append(Item(0, num_rows, num_rows, 0, tail_width, visible))
@@ -147,7 +145,7 @@ class _PassBuilder:
             if item.width:
                 items.append(item)
                 keys.append(places)
-        width = _round_up(max(item.column + item.width for item in items))
+        width = max(item.column + item.width for item in items)
         covered = sum(item.num_rows * item.width for item in items)
         return Pass(num_rows, q_len, width, covered < num_rows * width, tuple(items), self._gather_index(keys))
 
@@ -167,7 +165,7 @@ class _PassBuilder:
         """
         problem, work = self.problem, self.work
         score_ns = q_len * problem.num_qo_heads * SCORE_NS
-        tokens, column = work.item_tokens[nodes].tolist(), work.item_column[nodes].tolist()
+        width, column = padded(work.item_tokens[nodes]).tolist(), self.item_column[nodes].tolist()
         begin, end = rows.tolist()
         deepest = work.row_item[blocks.row]
         bottom = [bool((deepest[a:b] == node).all()) for node, a, b in zip(nodes.tolist(), begin, end, strict=True)]
@@ -175,12 +173,12 @@ class _PassBuilder:
         for i in sorted(range(len(nodes)), key=lambda i: (column[i], begin[i])):
             if groups:
                 group, last = groups[-1], groups[-1][-1]
-                count, longest = end[i] - begin[i], max(tokens[j] for j in [*group, i])
-                padding = longest * (len(group) + 1) - sum(tokens[j] for j in [*group, i])
+                count, longest = end[i] - begin[i], max(width[j] for j in [*group, i])
+                padding = longest * (len(group) + 1) - sum(width[j] for j in [*group, i])
                 key_ns = count * score_ns + problem.num_kv_heads * problem.head_dim * GATHER_NS
                 if (
                     (column[i], begin[i], count) == (column[last], end[last], end[last] - begin[last])
-                    and (tokens[i] == tokens[last] or (bottom[i] and bottom[last]))
+                    and (width[i] == width[last] or (bottom[i] and bottom[last]))
                     and padding * key_ns <= ITEM_NS * len(group)
                 ):
                     group.append(i)
@@ -198,8 +196,8 @@ class _PassBuilder:
         tokens, start = self.work.item_tokens[ids], self.item_start[ids]
         seen = behind[first:last] - np.repeat(start, per_node)[:, None]
         visible = np.clip(seen, 0, np.repeat(tokens, per_node)[:, None])
-        width = int(visible.max())  # a block of an early part of a prompt may see less than the whole node
-        column = tail_width + int(self.work.item_column[ids[0]])
+        width = int(padded(visible).max())  # a block of an early part of a prompt may see less than the whole node
+        column = tail_width + int(self.item_column[ids[0]])
         places = self.item_place[ids][:, None] + np.minimum(np.arange(width), tokens[:, None] - 1)
         return Item(first, last - first, len(group), column, width, visible), places
 

@@ -17,6 +17,11 @@ ALIGN = 32
 """Elements between two tensors' beginnings in scratch memory: 64 bytes or more."""
 
 
+VALUE_BLOCK = 192
+"""Float32 products sum over keys in blocks of 192, but halve a sum of 193 to 383, so padding it would move the middle.
+We cut those ourselves."""
+
+
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of the products: bf16 only where the CPU has instructions for it, never fp16, which is slow on all."""
     if dtype == torch.bfloat16:
@@ -24,9 +29,14 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float16 else dtype
 
 
-def min_query_rows(dtype: torch.dtype) -> int:
-    """Query rows that every product has at least: products of fewer rows take other kernels, which give other bits."""
-    return 2 if dtype == torch.bfloat16 else 4
+def min_query_rows(dtype: torch.dtype, batch: int) -> int:
+    """Query rows that every product has at least: products of fewer rows take other kernels, which give other bits.
+
+    A product that is not part of a batch is cut into parts for the threads, and each part needs that many.
+    """
+    if dtype == torch.bfloat16:
+        return 2
+    return 4 if batch > 1 else 12
 
 
 class BoundItem(NamedTuple):
@@ -40,8 +50,10 @@ class BoundItem(NamedTuple):
     q_to: torch.Tensor
     q: torch.Tensor  # [B, M, head_dim]
     k_t: torch.Tensor  # [B, head_dim, width]
-    v: torch.Tensor  # [B, width, head_dim]
+    v: torch.Tensor  # [B, width, head_dim], or its first keys
     scores: torch.Tensor  # [B, M, width]
+    weights: torch.Tensor  # the scores, softmax done, of v's keys
+    rest: tuple[torch.Tensor, torch.Tensor] | None  # weights and v of the other keys
     rows: torch.Tensor
     wide: torch.Tensor | None  # rows' place in the pass's score matrix; None: scores are that matrix
     hidden: torch.Tensor  # the scores from the first column on that some query must not see
@@ -99,7 +111,6 @@ class Binder:
     def __init__(self, problem: Problem, plan: Layout, dtype: torch.dtype) -> None:
         self.layout, self.dtype, self.compute = plan, dtype, compute_dtype(dtype)
         self.heads, self.group, self.head_dim = problem.num_kv_heads, problem.group_size, problem.head_dim
-        self.least = min_query_rows(self.compute)
         self.scratch = _Scratch(max(map(self._size, plan.passes)), self.compute)
         self.pool_scratch = _Scratch(0, dtype)
         if self.compute != dtype:
@@ -124,7 +135,8 @@ class Binder:
     def _matrices(self, step: Pass, item: Item) -> tuple[int, int, int]:
         """B, and M without and with padding."""
         m = item.num_rows // item.num_nodes * step.q_len * self.group
-        return self.heads * item.num_nodes, m, max(m, self.least)
+        batch = self.heads * item.num_nodes
+        return batch, m, max(m, min_query_rows(self.compute, batch))
 
     def _size(self, step: Pass) -> int:
         """Elements of scratch memory that a pass needs at most."""
@@ -203,13 +215,17 @@ class Binder:
         target = rows if wide is None else wide.unflatten(1, by_node[1:3])
         bias, begin = self._bias(item, step.q_len)
         k, v = (part.view(batch, width, self.head_dim) for part in kv)
+        halved = self.compute == torch.float32 and VALUE_BLOCK < width < 2 * VALUE_BLOCK
+        cut = VALUE_BLOCK if halved else width
         return BoundItem(
             q_from=None if is_view else q_rows.unflatten(1, by_node[1:3]),
             q_to=q[:, :m].view(*by_node, self.head_dim),
             q=q,
             k_t=k.transpose(1, 2),
-            v=v,
+            v=v[:, :cut],
             scores=scores,
+            weights=scores[..., :cut],
+            rest=None if cut == width else (scores[..., cut:], v[:, cut:]),
             rows=rows,
             wide=None if wide is None else target,
             hidden=target.unflatten(3, (step.q_len, self.group))[..., begin:],
