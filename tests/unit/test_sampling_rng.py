@@ -13,10 +13,11 @@ from ramet.sampling.rng import (
     RowKeys,
     finish_bits,
     gumbel_noise,
+    hash_rows,
+    hash_rows_torch,
     row_keys,
     stream_keys,
     token_bits,
-    unfinished_bits,
     uniforms,
 )
 
@@ -88,12 +89,15 @@ def test_seeds_are_taken_modulo_2_to_the_64() -> None:
 
 
 @pytest.mark.parametrize("rows, vocab_size", [(1, 1), (3, 7), (2, 17), (5, 1000), (3, 49_157), (1, 151_936)])
-def test_torch_equals_the_numpy_reference_bit_for_bit(rows: int, vocab_size: int) -> None:
+def test_whole_rows_equal_the_reference_bit_for_bit_in_numpy_and_torch(rows: int, vocab_size: int) -> None:
     keys = row_keys(stream_keys(-5, np.arange(rows)), np.arange(rows) * 1001)
     x, scratch = torch.full((2, rows, vocab_size), -7, dtype=torch.int32)
-    unfinished_bits(keys, torch.arange(vocab_size, dtype=torch.int32), x, scratch)
+    hash_rows_torch(keys, torch.arange(vocab_size, dtype=torch.int32), x, scratch)
+    y, few = np.full((rows, vocab_size), 7, dtype=np.uint32), np.empty((2, vocab_size), dtype=np.uint32)
+    hash_rows(keys, np.arange(vocab_size, dtype=np.uint32), y, few)
     reference = token_bits(RowKeys(keys.multiplier[:, None], keys.offset[:, None]), np.arange(vocab_size)[None])
     assert np.array_equal(finish_bits(x.numpy().view(np.uint32)), reference)
+    assert np.array_equal(finish_bits(y), reference)
     assert np.array_equal(x.numpy().view(np.uint32) >> 16, reference >> 16)  # the last step keeps the upper half
 
 

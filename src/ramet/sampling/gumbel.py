@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ramet.sampling.rng import RowKeys, finish_bits, gumbel_noise, token_bits, unfinished_bits
+from ramet.sampling.rng import RowKeys, finish_bits, gumbel_noise, hash_rows, hash_rows_torch, token_bits
 
 LUCKY_BITS = np.uint32(1 << 24)
 """Bits below this are large noise. A multiple of 2^16, so the last step of the hash does not change who is below."""
@@ -28,7 +28,14 @@ UNLUCKY_NOISE = float(gumbel_noise(np.array([LUCKY_BITS]))[0]) + 1e-3
 """No other token has more noise than this; the thousandth is a margin for the rounding of scores."""
 
 BLOCK_ELEMENTS = 1 << 20
-"""Tokens that are hashed at a time: 8 MB of scratch, which should stay in a cache."""
+"""Tokens that are hashed at a time: 4 MB of bits, which should stay in a cache."""
+
+ONE_CORE_ELEMENTS = 1 << 17
+"""Tokens that one core hashes at a time, in its own cache."""
+
+ONE_CORE_THREADS = 2
+"""Up to this many threads one core hashes: a second one gains a quarter when it is free, and when it is not, each of
+the twenty waits for it costs a turn of the scheduler."""
 
 
 @dataclass
@@ -102,16 +109,23 @@ class Hasher:
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self.max_rows = max(1, BLOCK_ELEMENTS // vocab_size)
-        self._token_ids = torch.arange(vocab_size, dtype=torch.int32)
-        self._scratch = torch.empty((2, 0, vocab_size), dtype=torch.int32)
+        self._token_ids = np.arange(vocab_size, dtype=np.uint32)
+        self._bits = np.empty((0, vocab_size), dtype=np.uint32)
+        self._scratch = np.empty((max(1, ONE_CORE_ELEMENTS // vocab_size), vocab_size), dtype=np.uint32)
         self._mask = np.empty((0, vocab_size), dtype=bool)
 
     def unfinished_bits(self, keys: RowKeys) -> np.ndarray:
         """Return uint32 [R, V] (R <= ``max_rows``), valid until the next call: the hash without its last step."""
-        self._fit(len(keys.offset))
-        bits, scratch = self._scratch[:, : len(keys.offset)]
-        unfinished_bits(keys, self._token_ids, bits, scratch)
-        return bits.numpy().view(np.uint32)
+        rows = len(keys.offset)
+        self._fit(rows)
+        bits = self._bits[:rows]
+        if torch.get_num_threads() <= ONE_CORE_THREADS:
+            hash_rows(keys, self._token_ids, bits, self._scratch)
+        else:
+            if rows > len(self._scratch):
+                self._scratch = np.empty((rows, self.vocab_size), dtype=np.uint32)
+            hash_rows_torch(keys, *(_as_int32(a) for a in (self._token_ids, bits, self._scratch[:rows])))
+        return bits
 
     def mask(self, rows: int) -> np.ndarray:
         """Return uninitialised bool [rows, V], valid until the next call."""
@@ -120,8 +134,12 @@ class Hasher:
 
     def _fit(self, rows: int) -> None:
         if rows > len(self._mask):
-            self._scratch = torch.empty((2, rows, self.vocab_size), dtype=torch.int32)
+            self._bits = np.empty((rows, self.vocab_size), dtype=np.uint32)
             self._mask = np.empty((rows, self.vocab_size), dtype=bool)
+
+
+def _as_int32(array: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(array.view(np.int32))
 
 
 def draw_from_all(rows: Rows, hasher: Hasher) -> np.ndarray:

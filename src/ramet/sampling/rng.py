@@ -124,11 +124,38 @@ def token_bits(keys: RowKeys, tokens: np.ndarray) -> np.ndarray:
     return finish_bits(x)
 
 
-def unfinished_bits(keys: RowKeys, token_ids: torch.Tensor, x: torch.Tensor, scratch: torch.Tensor) -> None:
-    """Write the hash of every token of every row, without its last step, into ``x``: the fast way to hash whole rows.
+def hash_rows(keys: RowKeys, token_ids: np.ndarray, x: np.ndarray, scratch: np.ndarray) -> None:
+    """Write the hash of every token of every row, without its last step, into ``x``, on one core.
 
-    ``finish_bits`` of what is written equals ``token_bits``. Torch has no shifts of unsigned integers, so the bits lie
-    in int32 tensors and the sign that an arithmetic shift drags in is masked away.
+    ``finish_bits`` of what is written equals ``token_bits``.
+
+    Parameters
+    ----------
+    keys : RowKeys
+        Of R rows.
+    token_ids : uint32 array [V]
+    x : uint32 array [R, V]
+        Overwritten.
+    scratch : uint32 array [S, V]
+        Overwritten. S rows are hashed at a time: few, so that the scratch stays in the core's own cache.
+    """
+    for start in range(0, len(x), len(scratch)):
+        part = x[start : start + len(scratch)]
+        rows = slice(start, start + len(part))
+        shifted = scratch[: len(part)]
+        np.multiply(token_ids, keys.multiplier[rows, None], out=part)
+        np.add(part, keys.offset[rows, None], out=part)
+        for shift, factor in ((16, ROUND_1), (15, ROUND_2)):
+            np.right_shift(part, np.uint32(shift), out=shifted)
+            np.bitwise_xor(part, shifted, out=part)
+            np.multiply(part, np.uint32(factor), out=part)
+
+
+def hash_rows_torch(keys: RowKeys, token_ids: torch.Tensor, x: torch.Tensor, scratch: torch.Tensor) -> None:
+    """Do what :func:`hash_rows` does, on all of torch's threads.
+
+    Torch has no shifts of unsigned integers, so the bits lie in int32 tensors and the sign that an arithmetic shift
+    drags in is masked away.
 
     Parameters
     ----------
