@@ -262,7 +262,7 @@ def test_a_plan_made_in_inference_mode_runs_outside_and_the_other_way_round() ->
 def test_bf16_without_cpu_instructions_is_computed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     case = tree(Case(dtype=torch.bfloat16, head_dim=32), (1, 3))
     q = case.queries()
-    monkeypatch.setattr("ramet.attention.backends.cpu_scratch.compute_dtype", lambda dtype: torch.float32)
+    monkeypatch.setattr("ramet.attention.backends.cpu_tape.compute_dtype", lambda dtype: torch.float32)
     assert check_against_dense(case, q, attend(case, q), SCALE) < 0.7  # only the result is rounded
 
 

@@ -21,7 +21,7 @@ def check_forest(forest: ForestArrays, page_size: int) -> None:
         Naming the array, the first index that is wrong, its value and what is allowed.
     """
     _check_shapes(forest)
-    q_lens = np.diff(forest.cu_seqlens_q)
+    q_lens = forest.cu_seqlens_q[1:] - forest.cu_seqlens_q[:-1]
     if forest.cu_seqlens_q[0] != 0:
         raise InvalidArgument(f"cu_seqlens_q[0] is {forest.cu_seqlens_q[0]}; it must be 0.")
     _require(q_lens >= 0, "cu_seqlens_q", forest.cu_seqlens_q[1:], "offsets never decrease", 1)
@@ -68,7 +68,7 @@ def _check_shapes(forest: ForestArrays) -> None:
 
 def _check_pages(forest: ForestArrays, page_size: int) -> None:
     indptr = forest.node_page_indptr
-    have = np.diff(indptr)
+    have = indptr[1:] - indptr[:-1]
     tokens = forest.node_end - forest.node_start
     need = -(-(forest.node_first_slot + tokens) // page_size) * (tokens > 0)
     if len(indptr) and (indptr[0] != 0 or indptr[-1] != len(forest.node_pages)):
@@ -117,14 +117,26 @@ def check_tensors(
         Naming the tensor, what it is and what it must be.
     """
     shape = (num_tokens, problem.num_qo_heads, problem.head_dim)
+    pool_shape = (problem.page_size, problem.num_kv_heads, problem.head_dim)
+    if (  # the usual case in as few steps as possible: this runs once per layer
+        q.shape == shape
+        and k_pool.shape == v_pool.shape
+        and k_pool.shape[1:] == pool_shape
+        and len(k_pool) >= num_pages
+        and q.dtype == k_pool.dtype == v_pool.dtype
+        and q.device == k_pool.device == v_pool.device
+        and k_pool.is_contiguous()
+        and v_pool.is_contiguous()
+        and out is None
+    ):
+        return
     if q.shape != shape:
         raise InvalidArgument(f"q has shape {tuple(q.shape)}; the plan was made for {shape}.")
-    pool = (problem.page_size, problem.num_kv_heads, problem.head_dim)
     for name, tensor in (("k_pool", k_pool), ("v_pool", v_pool)):
-        if tensor.ndim != 4 or tensor.shape[1:] != pool:
+        if tensor.ndim != 4 or tensor.shape[1:] != pool_shape:
             raise InvalidArgument(
                 f"{name} has shape {tuple(tensor.shape)}; it must be [num_pages, page_size, num_kv_heads, head_dim] = "
-                f"[num_pages, {pool[0]}, {pool[1]}, {pool[2]}]."
+                f"[num_pages, {pool_shape[0]}, {pool_shape[1]}, {pool_shape[2]}]."
             )
         if tensor.shape[0] < num_pages:
             raise InvalidArgument(f"{name} has {tensor.shape[0]} pages, but the plan reads page {num_pages - 1}.")

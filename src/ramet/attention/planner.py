@@ -106,12 +106,13 @@ class AttentionPlan:
             The plan's backend does not serve this dtype or device.
         """
         check_tensors(self.problem, self.num_tokens, self._num_pages, q, k_pool, v_pool, out)
+        if torch.is_grad_enabled() and (q.requires_grad or k_pool.requires_grad or v_pool.requires_grad):
+            q, k_pool, v_pool = q.detach(), k_pool.detach(), v_pool.detach()
         if out is None:
-            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
+            out = q.new_empty(q.shape)
+        lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
         if self.num_tokens:
-            with torch.no_grad():
-                self._executor.run(q, k_pool, v_pool, float(sm_scale), out, lse)
+            self._executor.run(q, k_pool, v_pool, sm_scale, out, lse)
         return out if lse is None else (out, lse)
 
 
@@ -182,16 +183,16 @@ def plan(
 
 def build_work(forest: ForestArrays, policy: SharePolicy, gate: str = "auto") -> WorkList:
     """Turn a checked forest into a work list: which nodes are read once, for which rows, and what each row reads."""
-    q_len = np.diff(forest.cu_seqlens_q)
+    q_len = forest.cu_seqlens_q[1:] - forest.cu_seqlens_q[:-1]
     rows = np.flatnonzero(q_len)
     paths = _paths(forest, rows)
     rows, paths, first = _depth_first(rows, paths, forest.num_nodes)
     on_path = paths >= 0
-    tokens = np.append(forest.node_end - forest.node_start, 0).astype(np.int64)  # index -1: above or below the path
+    tokens = np.zeros(forest.num_nodes + 1, np.int64)  # tokens[-1] is 0: below the end of a path
+    np.subtract(forest.node_end, forest.node_start, out=tokens[:-1])
     below = np.bincount(paths.ravel() + 1, minlength=forest.num_nodes + 1)[1:]
     shared, declined = _choose(forest, rows, below, tokens[:-1], policy, gate)
-
-    shared_at = np.append(shared, False)[paths]  # [depth, R]
+    shared_at = on_path & shared[paths]  # [depth, R]
     items_at = np.where(shared_at, (np.cumsum(shared) - 1)[paths], -1)  # ascending down each path: parents come first
     item_node = np.flatnonzero(shared)
     begin = first[item_node]
@@ -222,7 +223,7 @@ def build_work(forest: ForestArrays, policy: SharePolicy, gate: str = "auto") ->
             tokens=int(forest.cu_seqlens_q[-1]),
             shared_nodes=int((below[item_node] > 1).sum()),
             declined_nodes=int(declined.sum()),
-            rows_sharing=int((shared_at & (np.append(below, 0)[paths] > 1)).any(axis=0).sum()),
+            rows_sharing=int((shared_at & (below[paths] > 1)).any(axis=0).sum()),
             kv_tokens_read=int(tokens[item_node].sum() + tokens[tail_node].sum()),
             kv_tokens_logical=int(row_tokens.sum()),
         ),
@@ -231,7 +232,8 @@ def build_work(forest: ForestArrays, policy: SharePolicy, gate: str = "auto") ->
 
 def _paths(forest: ForestArrays, rows: np.ndarray) -> np.ndarray:
     """Nodes of each row's path from its root down, ``[depth, rows]``, with -1 below the leaf."""
-    parent = np.append(forest.node_parent, -1).astype(np.int64)  # parent[-1] is -1: a path that has ended stays ended
+    parent = np.full(forest.num_nodes + 1, -1, np.int64)  # parent[-1] is -1: a path that has ended stays ended
+    parent[:-1] = forest.node_parent
     level = forest.row_leaf[rows].astype(np.int64)
     levels = []
     while (level >= 0).any():

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from ramet.attention.backends.cpu_layout import Layout, layout
-from ramet.attention.backends.cpu_scratch import Binder, Bound, BoundPass, compute_dtype
+from ramet.attention.backends.cpu_tape import Recorder, Tape, compute_dtype
 from ramet.attention.problem import Problem, SharePolicy, Support
 from ramet.attention.work import WorkList
 from ramet.errors import Unsupported
@@ -47,13 +47,13 @@ class CpuBackend:
 
 
 class CpuExecutor:
-    """A layout with its scratch memory, one for each dtype it meets."""
+    """A layout with its tapes, one for each dtype it meets."""
 
     def __init__(self, plan: Layout, problem: Problem) -> None:
         self.layout, self.problem = plan, problem
         self.query_index = torch.from_numpy(plan.query_index)
         self.output_index = torch.from_numpy(plan.output_index)
-        self._bound: dict[torch.dtype, Bound] = {}
+        self._tapes: dict[torch.dtype, Tape] = {}
 
     def run(
         self,
@@ -64,58 +64,37 @@ class CpuExecutor:
         out: torch.Tensor,
         lse: torch.Tensor | None,
     ) -> None:
-        group, head_dim = self.problem.group_size, self.problem.head_dim
-        bound = self._bound.get(q.dtype) or self._bind(q)
-        same = bound.q.dtype == q.dtype
-        queries = q.reshape(-1, group * head_dim)
-        torch.index_select(queries if same else queries.to(bound.q.dtype), 0, self.query_index, out=bound.q)
-        k_rows, v_rows = k_pool.view(-1, head_dim), v_pool.view(-1, head_dim)
-        for step in bound.passes:
-            _run_pass(step, k_rows, v_rows, sm_scale, lse is not None)
-        rows = out.view(-1, group * head_dim)
-        if same:
-            torch.index_select(bound.out, 0, self.output_index, out=rows)
+        tape = self._tapes.get(q.dtype) or self._record(q)
+        q = q.to(tape.q.dtype)
+        heads, group, head_dim = self.problem.num_kv_heads, self.problem.group_size, self.problem.head_dim
+        if self.layout.in_order:  # queries are only to be sorted by KV head: one operator scales them on the way
+            torch.mul(q.reshape(-1, heads, group * head_dim).transpose(0, 1), sm_scale, out=tape.q_by_head)
         else:
-            rows.copy_(torch.index_select(bound.out, 0, self.output_index))
+            queries = q.reshape(-1, group * head_dim)
+            torch.mul(queries.index_select(0, self.query_index), sm_scale, out=tape.q)
+        k_rows, v_rows = k_pool.view(-1, head_dim), v_pool.view(-1, head_dim)
+        for step in tape.passes:
+            torch.index_select(k_rows, 0, step.kv_index, out=step.k)
+            torch.index_select(v_rows, 0, step.kv_index, out=step.v)
+            for op in step.scores:
+                op()
+            if lse is not None:
+                step.lse()
+            for op in step.values:
+                op()
+        rows = out.view(-1, group * head_dim)
+        if tape.out.dtype == rows.dtype:
+            torch.index_select(tape.out, 0, self.output_index, out=rows)
+        else:
+            rows.copy_(tape.out.index_select(0, self.output_index))
         if lse is not None:
-            torch.index_select(bound.lse, 0, self.output_index, out=lse.view(-1, group))
+            torch.index_select(tape.lse, 0, self.output_index, out=lse.view(-1, group))
 
-    def _bind(self, q: torch.Tensor) -> Bound:
+    def _record(self, q: torch.Tensor) -> Tape:
         if q.device.type != "cpu" or q.dtype not in DTYPES:
             raise Unsupported(
                 f"cpu serves float32, bfloat16, float16 and float64 on the CPU, not {q.dtype} on {q.device}."
             )
         with torch.inference_mode(False):  # the scratch then serves inside and outside of inference mode
-            self._bound[q.dtype] = Binder(self.problem, self.layout, q.dtype).bind()
-        return self._bound[q.dtype]
-
-
-def _run_pass(step: BoundPass, k_rows: torch.Tensor, v_rows: torch.Tensor, sm_scale: float, return_lse: bool) -> None:
-    torch.index_select(k_rows, 0, step.kv_index, out=step.k_pool)
-    torch.index_select(v_rows, 0, step.kv_index, out=step.v_pool)
-    if step.k is not step.k_pool:
-        step.k.copy_(step.k_pool)
-        step.v.copy_(step.v_pool)
-    if step.has_gaps:
-        step.scores.fill_(-torch.inf)
-    for item in step.items:
-        if item.q_from is not None:
-            item.q_to.copy_(item.q_from)
-        torch.baddbmm(item.scores, item.q, item.k_t, beta=0, alpha=sm_scale, out=item.scores)
-        if item.wide is not None:
-            item.wide.copy_(item.rows)  # cheaper than a product whose result is a part of a matrix
-        if item.bias is not None:
-            item.hidden.add_(item.bias)  # every gathered key is a valid one, so adding -inf is replacing
-    if return_lse:
-        torch.logsumexp(step.score_rows.float(), dim=-1, out=step.lse)
-    torch.softmax(step.scores, dim=-1, out=step.scores)
-    if step.clear_out:
-        step.out.zero_()
-    for item in step.items:
-        if item.wide is not None:
-            item.rows.copy_(item.wide)
-        torch.bmm(item.weights, item.v, out=item.out)
-        if item.rest is not None:
-            torch.baddbmm(item.out, *item.rest, out=item.out)
-        if item.out_sum is not None:
-            item.out_sum.add_(item.out_rows)
+            self._tapes[q.dtype] = Recorder(self.problem, self.layout, q.dtype).record()
+        return self._tapes[q.dtype]

@@ -88,11 +88,13 @@ class Tails(NamedTuple):
         start = forest.node_start[node].astype(np.int64)
         tokens = forest.node_end[node] - start
         place = forest.node_page_indptr[node].astype(np.int64) * page_size + forest.node_first_slot[node]
-        if (np.diff(work.tail_indptr) == 1).all():
-            return cls(place, None, start, tokens, work.tail_indptr)
-        begin = np.append(0, np.cumsum(tokens))
+        indptr = work.tail_indptr
+        if (indptr[1:] - indptr[:-1] == 1).all():
+            return cls(place, None, start, tokens, indptr)
+        begin = np.zeros(len(node) + 1, np.int64)
+        np.cumsum(tokens, out=begin[1:])
         places = np.arange(begin[-1]) + np.repeat(place - begin[:-1], tokens)
-        return cls(begin[work.tail_indptr[:-1]], places, start, tokens, work.tail_indptr)
+        return cls(begin[indptr[:-1]], places, start, tokens, indptr)
 
     def places_of(self, row: np.ndarray, key: np.ndarray) -> np.ndarray:
         """Places of the given keys of rows' tails: ``[rows, keys]``. A row without a tail gets nonsense."""
@@ -101,17 +103,34 @@ class Tails(NamedTuple):
 
     def visible(self, row: np.ndarray, behind: np.ndarray) -> np.ndarray:
         """Keys of each row's tail at positions below ``behind`` ``[rows, queries]``."""
+        if self.places is None:
+            return clip(behind - self.start[row][:, None], self.tokens[row][:, None])
         seen = np.zeros(behind.shape, np.int64)
-        count = np.diff(self.indptr)[row]
+        count = (self.indptr[1:] - self.indptr[:-1])[row]
         for k in range(int(count.max(initial=0))):  # the k-th node of every tail that has so many
-            has = slice(None) if (count > k).all() else np.flatnonzero(count > k)
+            has = np.flatnonzero(count > k)
             segment = self.indptr[row[has]] + k
-            seen[has] += np.clip(behind[has] - self.start[segment][:, None], 0, self.tokens[segment][:, None])
+            seen[has] += clip(behind[has] - self.start[segment][:, None], self.tokens[segment][:, None])
         return seen
 
 
-def cut_blocks(work: WorkList, tails: Tails, problem: Problem) -> Blocks:
-    """Cut rows with many query tokens; a block's scores over the longest path fit a pass."""
+def clip(values: np.ndarray, high: np.ndarray) -> np.ndarray:
+    """``np.clip(values, 0, high)`` at a quarter of its price for small arrays."""
+    return np.minimum(np.maximum(values, 0), high)
+
+
+def extended(values: np.ndarray, last: int) -> np.ndarray:
+    """``np.append(values, last)``, likewise."""
+    longer = np.empty(len(values) + 1, values.dtype)
+    longer[:-1], longer[-1] = values, last
+    return longer
+
+
+def cut_blocks(work: WorkList, tails: Tails, item_end: np.ndarray, problem: Problem) -> Blocks:
+    """Cut rows with many query tokens; a block's scores over the longest path fit a pass.
+
+    ``item_end`` is the number of keys down to each item's end (:func:`columns`).
+    """
     fits = MAX_PASS_SCORES // (problem.num_qo_heads * int(work.row_tokens.max(initial=1)))
     size = min(MAX_BLOCK_TOKENS, max(KEY_BLOCK, fits))
     if work.q_len.max(initial=0) <= size:
@@ -122,7 +141,7 @@ def cut_blocks(work: WorkList, tails: Tails, problem: Problem) -> Blocks:
         offset = (np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)) * size
         q_begin, q_len = work.q_begin[row] + offset, np.minimum(work.q_len[row] - offset, size)
         end = work.end[row] - work.q_len[row] + offset + q_len
-    above = np.append(columns(work)[1], 0)[work.row_item[row]]
+    above = extended(item_end, 0)[work.row_item[row]]
     return Blocks(row, q_begin, q_len, end, tails.visible(row, end[:, None])[:, 0], above)
 
 
@@ -141,46 +160,72 @@ def columns(work: WorkList) -> tuple[np.ndarray, np.ndarray]:
     return end - width, end
 
 
-def sort_blocks(work: WorkList, blocks: Blocks, problem: Problem) -> tuple[Blocks, np.ndarray, np.ndarray]:
-    """Put alike blocks next to each other where the forest allows it; also give each item's interval of blocks.
+class Sorted(NamedTuple):
+    """Blocks in the order of passes.
+
+    Attributes
+    ----------
+    blocks : Blocks
+    bounds : list of int
+        Pass p has the blocks ``[bounds[p], bounds[p + 1])``.
+    item_begin, item_end : int64 [items]
+        The blocks below each item.
+    """
+
+    blocks: Blocks
+    bounds: list[int]
+    item_begin: np.ndarray
+    item_end: np.ndarray
+
+
+def sort_blocks(work: WorkList, blocks: Blocks, problem: Problem) -> Sorted:
+    """Put alike blocks next to each other where the forest allows it, and cut the list into passes.
 
     The order stays depth-first: blocks move within their deepest item, and whole trees move. Nothing moves when one
     pass is enough anyway.
     """
-    of_row = np.searchsorted(blocks.row, np.arange(work.num_rows + 1))
-    begin, end = of_row[work.item_row_begin], of_row[work.item_row_end]
-    if len(pass_bounds(blocks, problem)) <= 2:
-        return blocks, begin, end
+    begin, end = work.item_row_begin, work.item_row_end
+    if len(blocks.row) > work.num_rows:
+        of_row = np.searchsorted(blocks.row, np.arange(work.num_rows + 1))
+        begin, end = of_row[begin], of_row[end]
+    bounds = pass_bounds(blocks, problem)
+    if len(bounds) == 2:
+        return Sorted(blocks, bounds, begin, end)
     item = work.row_item[blocks.row]
     top = np.flatnonzero(work.item_above < 0)
     rank = np.full(len(blocks.row), -1)  # blocks below no item come first
     if len(top):
-        longest = np.maximum.reduceat(np.append(blocks.tail, 0), np.stack([begin[top], end[top]], 1).ravel())[::2]
+        intervals = np.stack([begin[top], end[top]], axis=1).ravel()
+        longest = np.maximum.reduceat(extended(blocks.tail, 0), intervals)[::2]
         order = np.lexsort((work.item_tokens[top], end[top] - begin[top], longest))
         number = np.empty(len(top), np.int64)
         number[order] = np.arange(len(top))
         for number_of_top, low, high in zip(number.tolist(), begin[top].tolist(), end[top].tolist(), strict=True):
             rank[low:high] = number_of_top
-    item_begin = np.append(begin, 0)[item]
+    item_begin = extended(begin, 0)[item]
     order = np.lexsort((blocks.tail, blocks.q_len, item, item_begin, rank))
     moved_to = np.empty(len(order) + 1, np.int64)
     moved_to[order], moved_to[-1] = np.arange(len(order)), len(order)
     if len(begin):
         moved = np.minimum.reduceat(moved_to, np.stack([begin, end], 1).ravel())[::2]
         begin, end = moved, moved + end - begin
-    return blocks.take(order), begin, end
+    blocks = blocks.take(order)
+    return Sorted(blocks, pass_bounds(blocks, problem), begin, end)
 
 
 def pass_bounds(blocks: Blocks, problem: Problem) -> list[int]:
     """Where passes begin and end: neighbours join a pass while their padding costs less than another pass would."""
     tails = padded(blocks.tail)
-    change = (np.diff(tails) != 0) | (np.diff(blocks.q_len) != 0) | (np.diff(blocks.above) != 0)
-    begins = np.append(0, np.flatnonzero(change) + 1)
-    counts = np.diff(np.append(begins, len(blocks.row)))
+    begins = np.ones(len(tails), bool)  # of runs of alike blocks
+    begins[1:] = tails[1:] != tails[:-1]
+    for values in (blocks.q_len, blocks.above):
+        begins[1:] |= values[1:] != values[:-1]
+    first = np.flatnonzero(begins)
+    counts = extended(first[1:], len(tails)) - first
     bounds = [0]
     shape, useful = _Shape(0, 0, 0, 0), 0.0
-    alike = np.stack([counts, blocks.q_len[begins], tails[begins], blocks.above[begins]], axis=1)
-    for count, q_len, tail, above in alike.tolist():
+    alike = (counts, blocks.q_len[first], tails[first], blocks.above[first])
+    for count, q_len, tail, above in zip(*(values.tolist() for values in alike), strict=True):
         while count:
             own = _Shape(1, q_len, tail, above).cost(problem)
             joined = _Shape(shape.rows, *map(max, shape[1:], (q_len, tail, above)))

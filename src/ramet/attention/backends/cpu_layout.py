@@ -25,10 +25,10 @@ from ramet.attention.backends.cpu_blocks import (
     SCORE_NS,
     Blocks,
     Tails,
+    clip,
     columns,
     cut_blocks,
     padded,
-    pass_bounds,
     sort_blocks,
 )
 from ramet.attention.problem import Problem
@@ -90,58 +90,83 @@ class Layout(NamedTuple):
         Rows of q seen as ``[tokens * num_kv_heads, group * head_dim]``: for each pass ``[num_kv_heads, rows, q_len]``.
     output_index : int64 [tokens * num_kv_heads]
         The way back: where each row of the output lies in the passes' outputs.
+    in_order : bool
+        One pass takes all tokens as they come: ``query_index`` only sorts them by KV head.
     """
 
     passes: tuple[Pass, ...]
     query_index: np.ndarray
     output_index: np.ndarray
+    in_order: bool
 
     @classmethod
     def empty(cls) -> Layout:
-        return cls((), np.empty(0, np.int64), np.empty(0, np.int64))
+        return cls((), np.empty(0, np.int64), np.empty(0, np.int64), True)
 
 
 def layout(work: WorkList, problem: Problem) -> Layout:
     """Choose passes and items for a work list."""
     tails = Tails.of(work, problem.page_size)
-    blocks, begin, end = sort_blocks(work, cut_blocks(work, tails, problem), problem)
-    builder = _PassBuilder(work, problem, tails)
-    bounds = pass_bounds(blocks, problem)
+    column, column_end = columns(work)
+    blocks, bounds, begin, end = sort_blocks(work, cut_blocks(work, tails, column_end, problem), problem)
+    builder = _PassBuilder(work, problem, tails, column)
     passes = []
     for low, high in pairwise(bounds):
         inside = np.flatnonzero((begin < high) & (end > low))
-        rows = np.stack([np.maximum(begin[inside], low), np.minimum(end[inside], high)]) - low
-        passes.append(builder.build(blocks.take(slice(low, high)), inside, rows))
-    return Layout(tuple(passes), *_token_indices(blocks, bounds, passes, work.counters.tokens, problem.num_kv_heads))
+        nodes = [
+            _Node(*numbers)
+            for numbers in zip(
+                inside.tolist(),
+                np.maximum(begin[inside] - low, 0).tolist(),
+                np.minimum(end[inside] - low, high - low).tolist(),
+                column[inside].tolist(),
+                padded(work.item_tokens[inside]).tolist(),
+                strict=True,
+            )
+        ]
+        passes.append(builder.build(blocks.take(slice(low, high)), nodes))
+    tokens = work.counters.tokens
+    query_index, output_index = _token_indices(blocks, bounds, passes, tokens, problem.num_kv_heads)
+    in_order = len(passes) == 1 and np.array_equal(query_index[:tokens], np.arange(tokens) * problem.num_kv_heads)
+    return Layout(tuple(passes), query_index, output_index, in_order and len(query_index) == len(output_index))
+
+
+class _Node(NamedTuple):
+    """An item of the work list within a pass: its rows ``[begin, end)``, first column and padded number of keys."""
+
+    item: int
+    begin: int
+    end: int
+    column: int
+    width: int
 
 
 class _PassBuilder:
     """Makes items and gather indices; holds what all passes of a plan look up."""
 
-    def __init__(self, work: WorkList, problem: Problem, tails: Tails) -> None:
+    def __init__(self, work: WorkList, problem: Problem, tails: Tails, column: np.ndarray) -> None:
         self.work, self.problem, self.tails = work, problem, tails
         forest, size = work.forest, problem.page_size
         # The pool's rows of KV head 0, by place: the one table that every gather index is read from.
         slots = (forest.node_pages.astype(np.int64) * size)[:, None] + np.arange(size)
         self.kv_rows = slots.ravel() * problem.num_kv_heads
         self.item_place = forest.node_page_indptr[work.item_node].astype(np.int64) * size + work.item_first_slot
-        self.item_column = columns(work)[0]
         self.item_start = forest.node_start[work.item_node].astype(np.int64)
 
-    def build(self, blocks: Blocks, nodes: np.ndarray, rows: np.ndarray) -> Pass:
-        """One pass over ``blocks``; ``nodes`` are items of the work list, ``rows`` [2, nodes] their blocks in here."""
+    def build(self, blocks: Blocks, nodes: list[_Node]) -> Pass:
+        """One pass over ``blocks``; ``nodes`` are all items that some of them lie below."""
         q_len, num_rows = int(blocks.q_len.max()), len(blocks.row)
         # Position behind each query: the keys before it are what the query sees.
         behind = (blocks.end - blocks.q_len)[:, None] + np.minimum(np.arange(q_len) + 1, blocks.q_len[:, None])
         items: list[Item] = []
         keys: list[np.ndarray] = []
-        tail_width = int(padded(blocks.tail).max())
+        tail_width = int(padded(blocks.tail.max()))
         if tail_width:
             visible = self.tails.visible(blocks.row, behind)
             items.append(Item(0, num_rows, num_rows, 0, tail_width, visible))
             keys.append(self._tail_places(blocks, tail_width))
-        for group in self._siblings(blocks, nodes, rows, q_len):
-            item, places = self._shared(group, nodes, rows, behind, tail_width)
+        for group in self._siblings(blocks, nodes, q_len):
+            item, places = self._shared(group, behind, tail_width)
             if item.width:
                 items.append(item)
                 keys.append(places)
@@ -158,48 +183,45 @@ class _PassBuilder:
             places[empty] = self.item_place[self.work.row_item[blocks.row[empty]]][:, None]
         return places
 
-    def _siblings(self, blocks: Blocks, nodes: np.ndarray, rows: np.ndarray, q_len: int) -> list[list[int]]:
+    def _siblings(self, blocks: Blocks, nodes: list[_Node], q_len: int) -> list[list[_Node]]:
         """Group nodes that one batched product serves: neighbours in one column, equally many rows, about as long.
 
         Nodes of different length are put together only when no other item lies below them: their padding is its place.
         """
-        problem, work = self.problem, self.work
+        problem = self.problem
         score_ns = q_len * problem.num_qo_heads * SCORE_NS
-        width, column = padded(work.item_tokens[nodes]).tolist(), self.item_column[nodes].tolist()
-        begin, end = rows.tolist()
-        deepest = work.row_item[blocks.row]
-        bottom = [bool((deepest[a:b] == node).all()) for node, a, b in zip(nodes.tolist(), begin, end, strict=True)]
-        groups: list[list[int]] = []
-        for i in sorted(range(len(nodes)), key=lambda i: (column[i], begin[i])):
+        deepest = self.work.row_item[blocks.row]
+        groups: list[list[_Node]] = []
+        longest = total = 0
+        for node in sorted(nodes, key=lambda node: (node.column, node.begin)):
+            count = node.end - node.begin
             if groups:
-                group, last = groups[-1], groups[-1][-1]
-                count, longest = end[i] - begin[i], max(width[j] for j in [*group, i])
-                padding = longest * (len(group) + 1) - sum(width[j] for j in [*group, i])
+                last = groups[-1][-1]
+                padding = max(longest, node.width) * (len(groups[-1]) + 1) - total - node.width
                 key_ns = count * score_ns + problem.num_kv_heads * problem.head_dim * GATHER_NS
                 if (
-                    (column[i], begin[i], count) == (column[last], end[last], end[last] - begin[last])
-                    and (width[i] == width[last] or (bottom[i] and bottom[last]))
-                    and padding * key_ns <= ITEM_NS * len(group)
+                    (node.column, node.begin, count) == (last.column, last.end, last.end - last.begin)
+                    and padding * key_ns <= ITEM_NS * len(groups[-1])
+                    and (node.width == last.width or all(_is_deepest(deepest, other) for other in (last, node)))
                 ):
-                    group.append(i)
+                    groups[-1].append(node)
+                    longest, total = max(longest, node.width), total + node.width
                     continue
-            groups.append([i])
+            groups.append([node])
+            longest = total = node.width
         return groups
 
-    def _shared(
-        self, group: list[int], nodes: np.ndarray, rows: np.ndarray, behind: np.ndarray, tail_width: int
-    ) -> tuple[Item, np.ndarray]:
+    def _shared(self, group: list[_Node], behind: np.ndarray, tail_width: int) -> tuple[Item, np.ndarray]:
         """The item of a group of nodes, and its keys' places ``[nodes, width]``."""
-        ids = nodes[group]
-        first, last = int(rows[0, group[0]]), int(rows[1, group[-1]])
+        ids = np.array([node.item for node in group])
+        first, last = group[0].begin, group[-1].end
         per_node = (last - first) // len(group)
         tokens, start = self.work.item_tokens[ids], self.item_start[ids]
         seen = behind[first:last] - np.repeat(start, per_node)[:, None]
-        visible = np.clip(seen, 0, np.repeat(tokens, per_node)[:, None])
-        width = int(padded(visible).max())  # a block of an early part of a prompt may see less than the whole node
-        column = tail_width + int(self.item_column[ids[0]])
+        visible = clip(seen, np.repeat(tokens, per_node)[:, None])
+        width = int(padded(visible.max()))  # a block of an early part of a prompt may see less than the whole node
         places = self.item_place[ids][:, None] + np.minimum(np.arange(width), tokens[:, None] - 1)
-        return Item(first, last - first, len(group), column, width, visible), places
+        return Item(first, last - first, len(group), tail_width + group[0].column, width, visible), places
 
     def _gather_index(self, keys: list[np.ndarray]) -> np.ndarray:
         """Rows of the pool, one KV head after another within each item: each head's keys then are one dense matrix."""
@@ -211,6 +233,11 @@ class _PassBuilder:
             np.add(self.kv_rows[places.ravel()], heads, out=part)
             at += part.size
         return index
+
+
+def _is_deepest(deepest: np.ndarray, node: _Node) -> bool:
+    """Whether no other item lies below a node, given each row's deepest item."""
+    return bool((deepest[node.begin : node.end] == node.item).all())
 
 
 def _token_indices(
