@@ -58,7 +58,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_config(family: str, **changes: Any) -> Any:
-    config = getattr(transformers, f"{family}Config")(**(SMALL | {"head_dim": 8, "tie_word_embeddings": False} | changes))
+    config = getattr(transformers, f"{family}Config")(
+        **(SMALL | {"head_dim": 8, "tie_word_embeddings": False} | changes)
+    )
     config.architectures = [f"{family}ForCausalLM"]
     return config
 

@@ -1,8 +1,8 @@
 """GGUF files: metadata, configuration, and a converted copy in Hugging Face layout.
 
-Dequantising takes seconds, so the result is kept in ``${RAMET_CACHE:-~/.cache/ramet}/converted/<name>-<sha>``: a Hugging
-Face folder in float32 (float16 and bfloat16 tensors stay as they are), about 7 times the size of a 4-bit file. It may
-be deleted at any time; it is made again when it is missing or damaged.
+Dequantising takes seconds, so the result is kept in ``${RAMET_CACHE:-~/.cache/ramet}/converted/<name>-<sha>``: a
+Hugging Face folder in float32 (float16 and bfloat16 tensors stay as they are), about 7 times the size of a 4-bit file.
+It may be deleted at any time; it is made again when it is missing or damaged.
 """
 
 from __future__ import annotations

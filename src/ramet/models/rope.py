@@ -114,30 +114,50 @@ def interleave(rows: Tensor, head_dim: int, rotary_dim: int) -> Tensor:
 
 
 class Rope:
-    """Turns q and k by their positions.
+    """The factors of every position.
 
     The table holds cos + i sin of every position, computed once in float32: computing it per step would give values
     whose last bit depends on the batch (vectorised and scalar code differ).
     """
 
     def __init__(self, rope: RopeSpec, max_model_len: int) -> None:
-        self.half = rope.rotary_dim // 2
         angles = torch.outer(torch.arange(max_model_len).float(), frequencies(rope, max_model_len))
         scale = torch.full_like(angles, rope.attention_factor)
         self.table = torch.polar(scale, angles)  # complex64 [max_model_len, rotary_dim / 2]
 
-    def at(self, positions: Tensor) -> Tensor:
-        """Return the factors of the rows: complex64 ``[T, 1, rotary_dim / 2]``, for all layers of a step."""
-        return self.table.index_select(0, positions).unsqueeze(1)
+    def at(self, positions: Tensor, heads: int, head_dim: int, dtype: torch.dtype) -> Rotation:
+        """Return the rotation of rows at ``positions`` (int64 ``[T]``), for all layers of a step."""
+        return Rotation(self.table.index_select(0, positions).unsqueeze(1), heads, head_dim, dtype)
 
-    def turn_(self, heads: Tensor, factors: Tensor) -> None:
-        """Turn ``heads [T, H, head_dim]`` (interleaved pairs, any row stride) in place."""
-        tokens, count, _ = heads.shape
-        row, head, _ = heads.stride()
-        pairs = heads.as_strided((tokens, count, self.half, 2), (row, head, 2, 1))
-        if pairs.dtype == torch.float32:
-            torch.view_as_complex(pairs).mul_(factors)
-        else:  # there is no complex bfloat16: one copy out and one back, and the rotation itself is exact in float32
-            turned = pairs.float()
-            torch.view_as_complex(turned).mul_(factors)
-            pairs.copy_(turned)
+
+class Rotation:
+    """Turns the first ``heads`` heads of each row by its position.
+
+    Parameters
+    ----------
+    factors : Tensor [T, 1, rotary_dim / 2]
+        complex64, cos + i sin.
+    heads, head_dim : int
+    dtype : torch.dtype
+        Of the rows to turn.
+    """
+
+    def __init__(self, factors: Tensor, heads: int, head_dim: int, dtype: torch.dtype) -> None:
+        tokens, _, half = factors.shape
+        self.factors = factors
+        self.shape = (tokens, heads, half, 2)
+        self.head_dim = head_dim
+        # There is no complex bfloat16: such rows are copied out and back, and the rotation itself is in float32. The
+        # copy is made once per step, since each kernel that a layer saves is worth 4 us.
+        self.copy = None if dtype == torch.float32 else torch.empty(self.shape)
+        self.numbers = None if self.copy is None else torch.view_as_complex(self.copy)
+
+    def turn_(self, rows: Tensor) -> None:
+        """Turn ``rows [T, at least heads * head_dim]`` (pairs interleaved) in place."""
+        pairs = rows.as_strided(self.shape, (rows.stride(0), self.head_dim, 2, 1))
+        if self.copy is None or self.numbers is None:
+            torch.view_as_complex(pairs).mul_(self.factors)
+        else:
+            self.copy.copy_(pairs)
+            self.numbers.mul_(self.factors)
+            pairs.copy_(self.copy)
