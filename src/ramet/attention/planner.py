@@ -173,7 +173,7 @@ def plan(
     torch.Size([2, 4, 8])
     """
     if gate not in GATES:
-        raise InvalidArgument(f"gate is {gate!r}; allowed: {', '.join(GATES)}{nearest(str(gate), GATES)}")
+        raise InvalidArgument(f"gate is {gate!r}{nearest(str(gate), GATES)} Allowed: {', '.join(GATES)}.")
     problem = Problem(num_qo_heads, num_kv_heads, head_dim, page_size, torch.device(device).type)
     chosen = select(problem, backend)
     check_forest(forest, page_size)

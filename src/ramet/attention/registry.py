@@ -99,7 +99,7 @@ def supports(problem: Problem, backend: str) -> Support:
 def _known(name: str) -> str:
     if name not in BACKENDS:
         raise InvalidArgument(
-            f"no attention backend is called {name!r}{nearest(name, BACKENDS) or ';'} known: {', '.join(BACKENDS)}."
+            f"no attention backend is called {name!r}{nearest(name, BACKENDS)} Known: {', '.join(BACKENDS)}."
         )
     return name
 
