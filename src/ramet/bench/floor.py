@@ -96,18 +96,12 @@ class Costs:
 
 def linear_seconds(model: DenseDecoder, rows: int, logit_rows: int, repeats: int = 3) -> float:
     """Time the model's own matmuls for ``rows`` tokens, everything between them left out."""
-    spec = model.spec
-    widths = {spec.hidden_size, spec.num_qo_heads * spec.head_dim, spec.intermediate_size}
+    linears = [part for layer in model.layers for part in vars(layer).values() if isinstance(part, Linear)]
+    # Widths come from the weights, which may be wider than the model says (its residual stream is).
+    widths = {linear.weight.shape[1] for linear in linears}
     inputs = {width: torch.randn(max(rows, MIN_ROWS), width).to(model.dtype) for width in widths}
-    last = torch.randn(max(logit_rows, MIN_ROWS), spec.hidden_size).to(model.dtype)
-    into = {"o": spec.num_qo_heads * spec.head_dim, "down": spec.intermediate_size}
-    calls: list[tuple[Linear, torch.Tensor]] = [
-        (linear, inputs[into.get(name, spec.hidden_size)])
-        for layer in model.layers
-        for name, linear in vars(layer).items()
-        if isinstance(linear, Linear)
-    ]
-    calls.append((model.head, last))
+    last = torch.randn(max(logit_rows, MIN_ROWS), model.head.weight.shape[1]).to(model.dtype)
+    calls = [(linear, inputs[linear.weight.shape[1]]) for linear in linears] + [(model.head, last)]
 
     def one_pass() -> None:
         for linear, x in calls:
