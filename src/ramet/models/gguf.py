@@ -128,12 +128,13 @@ class GgufFile:
             scratch = Path(tempfile.mkdtemp(prefix=".converting-", dir=self.folder.parent))
             try:
                 size = self._convert_into(scratch)
-                shutil.rmtree(self.folder, ignore_errors=True)
-                scratch.rename(self.folder)  # readers see a complete folder or none
+                if not self._is_complete():  # another process may have been faster
+                    shutil.rmtree(self.folder, ignore_errors=True)
+                    scratch.rename(self.folder)  # readers see a complete folder or none
             finally:
                 shutil.rmtree(scratch, ignore_errors=True)
         except OSError as error:
-            if not self._is_complete():  # another process may have been faster
+            if not self._is_complete():
                 raise ModelError(
                     f"cannot write the converted model to {self.folder} ({error}): free some space, or set RAMET_CACHE "
                     "to another folder."

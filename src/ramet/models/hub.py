@@ -36,6 +36,6 @@ def download(name: str, revision: str | None, *, weights: bool = True) -> Path:
         why = "HF_HUB_OFFLINE is set" if offline else "the hub cannot be reached"
         cache = huggingface_hub.constants.HF_HUB_CACHE
         raise ModelError(f"model {wanted} is not in the cache ({cache}), and {why}.") from None
-    except (errors.HfHubHTTPError, OSError) as error:
+    except (errors.HfHubHTTPError, errors.HFValidationError, OSError) as error:
         line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(f"model {wanted} cannot be downloaded: {line}") from None

@@ -134,6 +134,8 @@ def spec_from_config(config: Mapping[str, Any], generation_config: Mapping[str, 
         raise Unsupported(f"config.json: hidden_act is {activation!r}; only 'silu' is supported.")
     hidden, heads = _integer(config, "hidden_size"), _integer(config, "num_attention_heads")
     kv_heads = _integer(config, "num_key_value_heads", heads)
+    if config.get("head_dim") is None and hidden % heads:
+        raise ModelError(f"config.json: hidden_size is {hidden}, not a multiple of num_attention_heads, {heads}.")
     head_dim = _integer(config, "head_dim", hidden // heads)
     if heads % kv_heads:
         raise ModelError(
@@ -215,7 +217,7 @@ def _rope(config: Mapping[str, Any], head_dim: int, positions: int) -> RopeSpec:
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind not in ROPE_TYPES:
         raise Unsupported(f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}.")
-    original = parameters.get("original_max_position_embeddings") or positions
+    original = _integer(parameters, "original_max_position_embeddings", positions)
     rotary_dim = int(head_dim * _number(parameters, "partial_rotary_factor", 1.0))
     if rotary_dim < 2 or rotary_dim % 2 or rotary_dim > head_dim:
         raise ModelError(f"config.json: {rotary_dim} of {head_dim} dimensions are rotary; it must be an even number.")
