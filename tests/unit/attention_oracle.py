@@ -170,7 +170,8 @@ def random_case(
     q_lens: tuple[int, ...] = (1,),
 ) -> Case:
     """A random forest: several roots, nested nodes, any first slot, leaves that several rows share, unused nodes."""
-    case = Case(heads, head_dim, page_size, dtype, seed)
+    num_pages = 2 * max_rows * (max_tokens // page_size + 3)
+    case = Case(heads, head_dim, page_size, dtype, seed, num_pages)
     rng = case.numpy
     frontier = [-1]
     depth = {-1: 0}

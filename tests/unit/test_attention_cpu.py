@@ -115,6 +115,37 @@ def test_tails_at_page_and_block_boundaries(tokens: int) -> None:
     check(case)
 
 
+@pytest.mark.parametrize("tokens", [191, 192, 193, 383, 384, 385, 511, 512, 513])
+def test_lengths_at_the_blocks_of_the_products(tokens: int) -> None:
+    case = Case((2, 1), page_size=64)
+    root = case.node(-1, tokens)
+    for _ in range(2):
+        case.row(case.node(root, 1))
+    case.row(case.node(-1, tokens), 2)
+    check(case)
+
+
+def test_pages_beyond_two_to_the_31_elements() -> None:
+    """Memory of a pool is mapped when it is touched, so only the pages in use cost any."""
+    case = Case(dtype=torch.bfloat16, page_size=256, heads=(4, 4), head_dim=64, num_pages=2**31 // (256 * 4 * 64) + 3)
+    case.free = list(range(case.num_pages))
+    root = case.node(-1, 40)
+    for _ in range(2):
+        case.row(case.node(root, 3))
+    assert min(page for node in case.nodes for page in node.pages) * 256 * 4 * 64 >= 2**31
+    q = case.queries()
+    try:
+        k_pool, v_pool = (torch.empty(case.num_pages, 256, 4, 64, dtype=torch.bfloat16) for _ in range(2))
+    except (RuntimeError, MemoryError):
+        pytest.skip("the system does not reserve 8 GiB of untouched memory")
+    for node in case.nodes:
+        k_pool[node.pages[0]], v_pool[node.pages[0]] = float("nan"), float("nan")
+        k_pool[node.pages[0], : len(node.k)], v_pool[node.pages[0], : len(node.v)] = node.k, node.v
+    for backend in BACKENDS:
+        work = plan(case.forest(), **case.shape(), backend=backend, gate="open")
+        check_against_dense(case, q, work.run(q, k_pool, v_pool, sm_scale=SCALE), SCALE)
+
+
 def test_many_groups_of_different_sizes_and_groups_of_one() -> None:
     case = Case(num_pages=2048)
     for group in range(40):
@@ -266,14 +297,19 @@ def test_bf16_without_cpu_instructions_is_computed_in_float32(monkeypatch: pytes
     assert check_against_dense(case, q, attend(case, q), SCALE) < 0.7  # only the result is rounded
 
 
+def small_passes(patch: pytest.MonkeyPatch, max_scores: int = 600, pass_ns: float = 0.0) -> None:
+    """Make the limits so small that little forests take many passes and blocks, and no siblings go together."""
+    for name, value in (("MAX_PASS_SCORES", max_scores), ("PASS_NS", pass_ns), ("MIN_SHARED_ROWS", 1)):
+        patch.setattr(f"ramet.attention.backends.cpu_blocks.{name}", value)
+    patch.setattr("ramet.attention.backends.cpu_layout.ITEM_NS", pass_ns)
+
+
 def test_rows_of_a_large_plan_are_cut_into_passes_without_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small limits force many passes, blocks and items; every row keeps its bits."""
     case = tree(Case(head_dim=64), (1, 1, 1, 20), rows=16)
     q = case.queries()
     expected = attend(case, q)
-    for name, value in (("MAX_PASS_SCORES", 600), ("PASS_NS", 0.0), ("MIN_SHARED_ROWS", 1)):
-        monkeypatch.setattr(f"ramet.attention.backends.cpu_blocks.{name}", value)
-    monkeypatch.setattr("ramet.attention.backends.cpu_layout.ITEM_NS", 0.0)
+    small_passes(monkeypatch)
     assert torch.equal(attend(case, q), expected)
 
 
@@ -347,7 +383,7 @@ def test_every_array_of_the_forest_matters(name: str, backend: str) -> None:
     assert not torch.equal(forest_attention(q, *pools, forest=changed, backend=backend, gate="open"), expected)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 2**31),
     heads=st.sampled_from([(4, 2), (3, 1), (2, 2), (6, 3)]),
@@ -355,6 +391,11 @@ def test_every_array_of_the_forest_matters(name: str, backend: str) -> None:
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     gate=st.sampled_from(["auto", "open", "closed"]),
     q_lens=st.sampled_from([(1,), (0, 1), (1, 4, 9), (0, 1, 2, 40)]),
+    limits=st.sampled_from([None, (600, 0.0), (3000, 0.0), (1 << 22, 3000.0)]),
 )
-def test_random_forests(seed, heads, page_size, dtype, gate, q_lens) -> None:
-    check(random_case(seed, heads=heads, page_size=page_size, dtype=dtype, q_lens=q_lens), gate=gate)
+def test_random_forests(seed, heads, page_size, dtype, gate, q_lens, limits) -> None:
+    case = random_case(seed, heads=heads, page_size=page_size, dtype=dtype, q_lens=q_lens)
+    with pytest.MonkeyPatch.context() as patch:
+        if limits:
+            small_passes(patch, *limits)
+        check(case, gate=gate)

@@ -19,9 +19,9 @@ from ramet.errors import Unsupported
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
-MIN_SAVED_ELEMENTS = 300_000
-"""A node is read once when that saves the tails this many elements of K (1,600 tokens of 3 heads of 64): about what the
-six operators of one more item cost."""
+MIN_SAVED_ELEMENTS = 200_000
+"""A node is read once when that saves the tails this many elements of K. The operators of one more item cost as much as
+500 (float32) to 1,900 (bf16) tokens of 3 heads of 64; this is 1,040."""
 
 
 class CpuBackend:
