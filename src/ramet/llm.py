@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from numbers import Integral
 from time import perf_counter
 from types import TracebackType
 from typing import Any
@@ -161,15 +162,13 @@ class LLM:
         request, output = client.request(prompt, params, stream=True)
         client.submit(request, output)
         try:
-            while not output.finished:
+            # Steps are made by whoever waits for news; others' loops may have brought some, or the end, meanwhile.
+            while client.expects(request.request_id):
                 with interrupt_after():
-                    changed = client.step()
-                if any(one is output for one in changed):
-                    yield output
+                    changed = client.news({request.request_id})
+                yield from changed
         finally:
-            if not output.finished:
-                client.abort(request.request_id)
-                self._drain(client)
+            client.discard([request.request_id])
 
     def fork(
         self,
@@ -185,7 +184,7 @@ class LLM:
         Parameters
         ----------
         request : RequestOutput
-            An earlier answer; its ``next_sample_id`` advances.
+            An earlier answer; its ``sample_ids`` advance.
         position : int
             Absolute: the new samples continue the first ``position`` tokens of prompt plus sample.
         sampling_params : SamplingParams, optional
@@ -207,14 +206,15 @@ class LLM:
         params = sampling_params or request.sampling_params
         client = self._checked_client()
         seed = None if sampling_params is not None and sampling_params.seed is not None else request.seed
-        made, output = client.request(tokens[:position], params, first_sample_id=request.next_sample_id, seed=seed)
-        request.next_sample_id += params.n
+        made, output = client.request(tokens[:position], params, first_sample_id=request.sample_ids.next, seed=seed)
+        request.sample_ids.next += params.n
+        output.sample_ids = request.sample_ids  # forks of forks draw from the same count
         return dict(self._run(client, [(made, output)], use_tqdm))[0]
 
     def _run(
         self, client: Client, made: list[tuple[GroupRequest, RequestOutput]], use_tqdm: bool
     ) -> Iterator[tuple[int, RequestOutput]]:
-        number = {id(output): i for i, (_, output) in enumerate(made)}
+        number = {output.request_id: i for i, (_, output) in enumerate(made)}
         bar = tqdm(total=len(made), desc="prompts", disable=not use_tqdm, dynamic_ncols=True)
         before, started = self.engine.stats.sampled_tokens, perf_counter()
         try:
@@ -222,25 +222,17 @@ class LLM:
                 client.submit(request, output)
             while number:
                 with interrupt_after():
-                    changed = client.step()
+                    changed = client.news(number)
                 for output in changed:
-                    if output.finished and id(output) in number:
+                    if output.finished:
                         tokens = self.engine.stats.sampled_tokens - before
                         bar.set_postfix_str(f"{tokens / (perf_counter() - started):,.0f} tok/s", refresh=False)
                         bar.update(1)
-                        yield number.pop(id(output)), output
+                        yield number.pop(output.request_id), output
         finally:
             bar.close()
             if number:  # Ctrl-C, an error, or a loop that was left: nothing of these requests may stay behind
-                for request, _ in made:
-                    client.abort(request.request_id)
-                self._drain(client)
-
-    def _drain(self, client: Client) -> None:
-        """Take the news of aborted requests."""
-        for _ in range(2):
-            if self.engine.has_unfinished:
-                client.step()
+                client.discard(number)
 
     # ---- looking ---------------------------------------------------------------------------------------------
 
@@ -279,6 +271,7 @@ class LLM:
     def close(self) -> None:
         """Give all memory back. Every further call but this one raises :class:`~ramet.errors.Closed`."""
         if self._client is not None:
+            self._client.abort_all()
             self._client = None
             self.engine.runner.close()
 
@@ -318,13 +311,13 @@ class LLM:
 
 def _as_prompts(prompts: Any) -> list[Prompt]:
     """One prompt or many: a list of integers is one."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
+    if isinstance(prompts, str | bytes | Mapping):
+        return [prompts]  # the client refuses bytes
     if hasattr(prompts, "tolist"):
         prompts = prompts.tolist()
     if not isinstance(prompts, Sequence):
         raise InvalidArgument(f"prompts is {prompts!r}; allowed: text, token ids, a mapping, or a list of them.")
-    if len(prompts) and all(isinstance(p, int) for p in prompts):
+    if len(prompts) and all(isinstance(p, Integral) for p in prompts):
         return [list(prompts)]
     if not len(prompts):
         return []

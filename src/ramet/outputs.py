@@ -90,7 +90,7 @@ class CompletionOutput:
     cumulative_logprob : float or None
         Sum of the sampled tokens' log-probabilities when ``logprobs`` was asked for.
     logprobs : TokenLogprobs or None
-        As long as ``token_ids``.
+        As long as ``token_ids``; with ``DELTA`` both hold what is new.
     finish_reason : "stop", "length", "abort" or None while it runs
     stop_reason : str, int or None
         The stop string or stop token id that ended it; None for EOS.
@@ -107,6 +107,13 @@ class CompletionOutput:
     def finished(self) -> bool:
         """Whether the sample has ended."""
         return self.finish_reason is not None
+
+
+@dataclass
+class SampleIds:
+    """Sample ids of a request and all that was forked from it: below ``next`` they are taken."""
+
+    next: int = 0
 
 
 @dataclass
@@ -130,8 +137,8 @@ class RequestOutput:
         The effective ones.
     seed : int
         Of the samples' keys, also when none was given: the same request with it gives the same samples.
-    next_sample_id : int
-        Sample ids of this request below it are taken (``LLM.fork`` gives new ones).
+    sample_ids : SampleIds
+        Which sample ids are taken; shared with the request's forks (``LLM.fork`` gives new ones).
     """
 
     request_id: str
@@ -143,4 +150,4 @@ class RequestOutput:
     prompt_logprobs: TokenLogprobs | None = None
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
     seed: int = 0
-    next_sample_id: int = 1
+    sample_ids: SampleIds = field(default_factory=SampleIds)

@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from ramet import LLM
 from ramet.config import EngineConfig
 from ramet.engine.engine import Engine
 from ramet.engine.group import GroupRequest, SampleEvent
@@ -152,3 +154,16 @@ def greedy_oracle(loaded: LoadedModel, prompt: list[int], count: int) -> list[in
     for _ in range(count):
         tokens.append(int(dense_logits(loaded, tokens)[-1].argmax()))
     return tokens[len(prompt) :]
+
+
+def tiny_llm(**settings: Any) -> LLM:
+    """The whole front door over the tiny model, with a tokenizer of single characters."""
+    folder = Path(mkdtemp(prefix="ramet-tiny-llm-"))
+    (folder / "config.json").write_text(json.dumps(TINY))
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())[: TINY["vocab_size"]]
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    sizes = {"kv_cache_memory_bytes": 1 << 20, "page_size": 4, "max_num_seqs": 16, "max_num_batched_tokens": 64}
+    return LLM(str(folder), load_format="dummy", dtype="float32", **{**sizes, **settings})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ramet.engine.group import Event, Group, GroupEvent, Sample, SampleEvent, SampleLog
+from ramet.engine.group import EMPTY_LOG, Event, Group, GroupEvent, Sample, SampleEvent, SampleLog
 from ramet.engine.plan import StepPlan
 from ramet.engine.scheduler import Scheduler
 from ramet.outputs import FinishReason
@@ -46,8 +46,9 @@ class Committer:
         for chunk in plan.chunks:
             group = chunk.prefill.scores_for
             if group is not None and group.request.max_tokens == 0 and chunk.end == group.prompt_len:
-                for sample in list(group.samples):  # only the prompt was asked for
-                    self.finish(sample, "length", None, "", events)
+                for sample in group.samples:  # only the prompt was asked for
+                    if not sample.finished:  # by an abort
+                        self.finish(sample, "length", None, "", events)
         return events
 
     def _attend_to(self, sample: Sample, token: int, stopped: bool, limited: bool, events: list[Event]) -> None:
@@ -107,11 +108,16 @@ class Committer:
     def end_group(self, group: Group) -> GroupEvent:
         """The last event of a group."""
         self.stats.groups_finished += 1
-        scores = _join(group.prompt_scores) if group.prompt_scores else None
+        wanted = group.request.params.prompt_logprobs is not None
+        # an abort may come before all of the prompt is scored: there is no half an answer
+        scores = _join(group.prompt_scores) if wanted and group.num_scored == group.prompt_len - 1 else None
         return GroupEvent(group.request.request_id, group.num_cached_tokens or 0, scores)
 
 
 def _join(scores: list[SampleLog]) -> SampleLog:
+    if not scores:  # a prompt of one token
+        return EMPTY_LOG._replace(logprobs=np.empty(0, np.float32))
+
     def joined(columns: list[np.ndarray | None]) -> np.ndarray | None:
         present = [column for column in columns if column is not None]
         return np.concatenate(present) if present else None

@@ -86,19 +86,24 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Event]:
         """Compute one step for everyone who runs; returns the news, which may be none."""
-        events, self._pending = self._pending, []
+        events = self.collect()
         if not self.scheduler.has_work:
-            self._forget_finished(events)
             return events
-        clock = [perf_counter()]
-        plan = self.scheduler.plan()
-        clock.append(perf_counter())
-        batch = self.runner.load(plan)
-        clock.append(perf_counter())
-        logits = self.runner.forward(batch)
-        clock.append(perf_counter())
-        tokens = sample_who_can(self.sampler, logits.logits, batch.sampling)
-        clock.append(perf_counter())
+        clock, plan = [perf_counter()], None
+        try:
+            plan = self.scheduler.plan()
+            clock.append(perf_counter())
+            batch = self.runner.load(plan)
+            clock.append(perf_counter())
+            logits = self.runner.forward(batch)
+            clock.append(perf_counter())
+            tokens = sample_who_can(self.sampler, logits.logits, batch.sampling)
+            clock.append(perf_counter())
+        except BaseException:  # no memory, Ctrl-C: as if the step had not begun, so that whoever catches this can go on
+            self._pending = events + self._pending
+            if plan is not None:
+                self.scheduler.take_back(plan.starts)
+            raise
         events += self.committer.commit(plan, tokens, logits.kept_hidden)
         clock.append(perf_counter())
         self._count(plan, batch.attention, clock)
@@ -148,6 +153,12 @@ class Engine:
     def has_unfinished(self) -> bool:
         """Whether another step would do or tell something."""
         return self.scheduler.has_work or bool(self._pending)
+
+    def collect(self) -> list[Event]:
+        """News that wait already, such as those of an abort, without computing a step."""
+        events, self._pending = self._pending, []
+        self._forget_finished(events)
+        return events
 
     def reset_prefix_cache(self) -> int:
         """Forget every cached prefix that no live request uses; returns the pages freed."""

@@ -145,6 +145,19 @@ class Group:
     def prompt_len(self) -> int:
         return len(self.request.prompt_token_ids)
 
+    @property
+    def num_scored(self) -> int:
+        """Prompt tokens whose log-probability is known; the first has none."""
+        return sum(len(scores.token_ids) for scores in self.prompt_scores)
+
+    @property
+    def wants_scores(self) -> bool:
+        """Whether its prompt still has to be computed in storage of its own, for log-probabilities."""
+        if self.request.params.prompt_logprobs is None:
+            return False
+        # one that asks for nothing else ends with the last chunk of that computation
+        return self.request.max_tokens == 0 or not self.prompt_scores or self.num_scored < self.prompt_len - 1
+
 
 class Stem(NamedTuple):
     """What an admission holds: the path to ``run`` up to ``position``, where its samples will fork."""

@@ -86,14 +86,6 @@ class Scheduler:
                     self._withdraw(admission)
                 return
 
-    def end_waiting(self, group: Group) -> None:
-        """All samples of a group that has not started anything end at once."""
-        for admission in [a for a in self.waiting if a.group is group]:
-            for sample in admission.samples:
-                sample.finished = True
-                group.num_open -= 1
-            self._withdraw(admission)
-
     def _withdraw(self, admission: Admission) -> None:
         self.waiting.remove(admission)
         self._let_go(admission)
@@ -142,6 +134,20 @@ class Scheduler:
             )
         return plan
 
+    def take_back(self, starts: list[Start]) -> None:
+        """The planned step was not carried out: its new samples wait again, and what waits finds its prompt anew."""
+        for start in starts:
+            admission = start.admission
+            for sample in start.samples:
+                self._stop(sample)
+            if admission in self.waiting:
+                self.waiting.remove(admission)
+            admission.samples[:0] = start.samples
+            self._enqueue(admission)
+        for admission in self.waiting:
+            self._let_go(admission)
+        self._end_idle_prefills()
+
     def live(self) -> LiveNodes:
         """Nodes of the live rows, remade only when rows came or went."""
         if self._live is None or self._live_version != self.forest.version:
@@ -156,8 +162,9 @@ class Scheduler:
             slots = np.flatnonzero(decode)
             if self.forest.reserve(slots, self.rows.tails.computed[slots] + 1):
                 return decode
-            oldest = min((s.age for s in self._running()), default=None)
-            if oldest is None or not self._displace_younger_than(oldest):
+            # Whoever is oldest may wait, behind running rows that came later while its prompt was computed.
+            ages = [s.age for s in self._running()] + [a.age for a in self.waiting if a.stem]
+            if not self._displace_younger_than(min(ages)):
                 raise OutOfMemory(
                     f"the KV pool of {self.forest.pool.num_pages} pages cannot hold one running sample; "
                     "raise kv_cache_memory_bytes or lower max_tokens."
@@ -198,9 +205,9 @@ class Scheduler:
 
     def _acquire_one(self, admission: Admission) -> bool:
         forest, tokens, group = self.forest, admission.tokens, admission.group
-        own = group.request.params.prompt_logprobs is not None and not admission.resumes
+        own = group.wants_scores and not admission.resumes
         identity = group.identity
-        match = Match(None, 0) if own else forest.match(tokens, identity)
+        match = Match(None, 0) if own else self._match(admission, tokens)
         run, position = match
         if run is not None and position == len(tokens):
             if position > forest.computed(run) or position in run.hidden:
@@ -208,18 +215,39 @@ class Scheduler:
                 self._hold(admission, Stem(run, position), position)
                 return True
             # Everything is there except the last hidden state: one token is computed again.
-            match = forest.match(tokens[:-1], identity)
+            match = self._match(admission, tokens[:-1])
         missing = -(-(len(tokens) - match.position) // forest.page_size) + 1
         idle = not self.rows.num_running and not self.prefills
         if len(self.prefills) >= self.max_prefills or (missing > forest.num_available - self._promised() and not idle):
             return False
         slot = int(self.rows.tails.take(1)[0])
-        group.prompt_scores.clear()  # of a prefill that had to give way
+        if own:
+            group.prompt_scores.clear()  # of a prefill that had to give way
         run = forest.begin(match, tokens, identity, slot, indexed=not own)
         self.prefills.append(Prefill(run, slot, group if own else None))
         self._hold(admission, Stem(run, len(tokens)), match.position)
         self.stats.prefills += 1
         return True
+
+    def _match(self, admission: Admission, tokens: np.ndarray) -> Match:
+        """The longest known prefix that leaves room for one sample.
+
+        Each run begins in a fresh page, so a path through many short runs takes more pages than its tokens fill; the
+        pool has room for one sample of every request only if that stays bounded.
+        """
+        forest, request = self.forest, admission.group.request
+        size = forest.page_size
+        total = len(admission.tokens)
+        tail = -(-(admission.group.prompt_len + request.max_tokens - total) // size)
+        match = forest.match(tokens, admission.group.identity)
+        while match.run is not None:
+            path, end = -(-(total - match.position) // size) + tail, match.position
+            for run in match.run.lineage():
+                path, end = path - (-(end - run.start) // size), run.start
+            if path <= forest.pool.num_pages:
+                break
+            match = Match(match.run.parent, match.run.start)
+        return match
 
     def _hold(self, admission: Admission, stem: Stem, cached: int) -> None:
         self.forest.hold(stem.run, stem.position)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from ramet.engine.group import Event, GroupEvent, GroupRequest, SampleEvent, Sam
 from ramet.errors import InvalidArgument
 from ramet.frontend.detokenizer import IncrementalDetokenizer
 from ramet.frontend.tokenizer import Tokenizer
-from ramet.outputs import CompletionOutput, RequestOutput, TokenLogprobs
+from ramet.outputs import CompletionOutput, RequestOutput, SampleIds, TokenLogprobs
 from ramet.sampling.stops import StopStrings
 from ramet.sampling_params import RequestOutputKind, SamplingParams
 
@@ -27,9 +28,20 @@ class _Open:
 
     output: RequestOutput
     params: SamplingParams
-    sent: list[int] = field(default_factory=list)  # tokens of each sample that the caller has seen
+    delta: bool  # whether its answers hold only what is new
+    tokens: list[int]  # of each sample so far
+    texts: list[str]
     detokenizers: dict[int, IncrementalDetokenizer] = field(default_factory=dict)
-    texts: dict[int, str] = field(default_factory=dict)
+    # With delta, what of each sample the caller has seen: tokens and characters.
+    seen_tokens: list[int] = field(default_factory=list)
+    seen_chars: list[int] = field(default_factory=list)
+
+    def begin_news(self) -> None:
+        """The caller has taken the last news: it is no news any more."""
+        if self.delta:
+            self.seen_tokens, self.seen_chars = list(self.tokens), [len(text) for text in self.texts]
+            for sample in self.output.outputs:
+                sample.text, sample.token_ids, sample.logprobs = "", [], None
 
 
 class Client:
@@ -50,6 +62,7 @@ class Client:
         self._seed = seed % 2**64
         self._counter = itertools.count()
         self._open: dict[str, _Open] = {}
+        self._news: dict[str, RequestOutput] = {}  # answers whose news nobody has taken
 
     def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """Return the text (None if ids were given) and ids of a prompt.
@@ -62,12 +75,13 @@ class Client:
         if isinstance(prompt, Mapping):
             unknown = set(prompt) - {"prompt", "prompt_token_ids"}
             if unknown or not prompt:
+                keys = sorted(map(str, prompt))
                 raise InvalidArgument(
-                    f"the prompt has the keys {sorted(prompt)}; allowed: 'prompt' (text) or 'prompt_token_ids' (ids)."
+                    f"the prompt has the keys {keys}; allowed: 'prompt' (text) or 'prompt_token_ids' (ids)."
                 )
             text = prompt.get("prompt")
             ids = prompt.get("prompt_token_ids")
-            return (text, _as_ids(ids)) if ids is not None else self.tokenize(prompt["prompt"])
+            return (text, _as_ids(ids)) if ids is not None else self.tokenize(text)  # type: ignore[arg-type]
         if isinstance(prompt, str):
             return prompt, self.tokenizer.encode(prompt)
         return None, _as_ids(prompt)
@@ -108,7 +122,7 @@ class Client:
             outputs=[CompletionOutput(k) for k in range(params.n)],
             sampling_params=params,
             seed=seed,
-            next_sample_id=first_sample_id + params.n,
+            sample_ids=SampleIds(first_sample_id + params.n),
         )
         self.engine.check(request)
         return request, output
@@ -127,7 +141,8 @@ class Client:
     def submit(self, request: GroupRequest, output: RequestOutput) -> None:
         """Hand a request to the engine."""
         self.engine.add(request)
-        self._open[request.request_id] = _Open(output, request.params, [0] * request.params.n)
+        n, delta = request.params.n, request.streams and request.params.output_kind is RequestOutputKind.DELTA
+        self._open[request.request_id] = _Open(output, request.params, delta, [0] * n, [""] * n)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request or one of its samples; its answer comes with the next step."""
@@ -135,19 +150,47 @@ class Client:
 
     def step(self) -> list[RequestOutput]:
         """One step of the engine; returns the answers that have news (all of them, if they stream)."""
-        changed: dict[str, RequestOutput] = {}
-        events = self.engine.step()
+        self._take_in(self.engine.step())
+        news, self._news = self._news, {}
+        return list(news.values())
+
+    def news(self, request_ids: Container[str]) -> list[RequestOutput]:
+        """Return the answers of some requests that have news, after a step of the engine if none of them has any.
+
+        What the step brings for others is kept until they are asked for.
+        """
+        if not any(name in request_ids for name in self._news):
+            self._take_in(self.engine.step())
+        return [self._news.pop(name) for name in list(self._news) if name in request_ids]
+
+    def expects(self, request_id: str) -> bool:
+        """Whether there is or will be news of a request."""
+        return request_id in self._open or request_id in self._news
+
+    def discard(self, request_ids: Iterable[str]) -> None:
+        """End requests whose answers nobody wants any more. Computes nothing, so it also works after an error."""
+        names = list(request_ids)
+        for name in names:
+            self.engine.abort(name)
+        self._take_in(self.engine.collect())
+        for name in names:
+            self._news.pop(name, None)
+
+    def abort_all(self) -> None:
+        """End everything at once; the answers are there without a further step."""
+        for name in self._open:
+            self.engine.abort(name)
+        self._take_in(self.engine.collect())
+
+    def _take_in(self, events: list[Event]) -> None:
         for event in events:
             opened = self._open[event.request_id]
-            if event.request_id not in changed:
-                changed[event.request_id] = opened.output
-                if opened.params.output_kind is RequestOutputKind.DELTA:
-                    for sample in opened.output.outputs:  # what an earlier step brought is no news
-                        sample.text, sample.token_ids = "", []
+            if event.request_id not in self._news:
+                self._news[event.request_id] = opened.output
+                opened.begin_news()
             self._apply(opened, event)
             if isinstance(event, GroupEvent):
                 del self._open[event.request_id]
-        return list(changed.values())
 
     def _apply(self, opened: _Open, event: Event) -> None:
         output, params = opened.output, opened.params
@@ -157,46 +200,39 @@ class Client:
             if event.prompt_logprobs is not None:
                 output.prompt_logprobs = self._prompt_logprobs(output.prompt_token_ids, event.prompt_logprobs)
             return
-        sample = output.outputs[event.index]
-        new = event.log.token_ids[opened.sent[event.index] :].tolist()
-        if params.output_kind is RequestOutputKind.DELTA:
-            sample.token_ids = new
-        else:
-            sample.token_ids += new
-        opened.sent[event.index] += len(new)
+        k, log = event.index, event.log
+        sample = output.outputs[k]
+        new = log.token_ids[opened.tokens[k] :].tolist()
+        sample.token_ids += new
+        opened.tokens[k] += len(new)
         if params.detokenize:
-            sample.text = self._text(opened, event, new)
-        if event.log.logprobs is not None:
-            sample.logprobs = self._logprobs(event.log)
-            sample.cumulative_logprob = float(event.log.logprobs.sum(dtype=np.float64))
+            opened.texts[k] = self._text(opened, event, new)
+            sample.text = opened.texts[k][opened.seen_chars[k] :] if opened.delta else opened.texts[k]
+        if log.logprobs is not None:
+            sample.logprobs = self._logprobs(log, opened.seen_tokens[k] if opened.delta else 0)
+            sample.cumulative_logprob = float(log.logprobs.sum(dtype=np.float64))
         sample.finish_reason, sample.stop_reason = event.finish_reason, event.stop_reason
 
     def _text(self, opened: _Open, event: SampleEvent, new: list[int]) -> str:
+        """The text of a sample with its ``new`` tokens."""
         params, index = opened.params, event.index
-        delta = params.output_kind is RequestOutputKind.DELTA
-        before = opened.texts.get(index, "")
         if event.text is not None:
-            text = event.text
-        else:
-            # A stop token is no part of the text (unless asked for), although it is one of the tokens.
-            ended_by_token = event.finish_reason == "stop" and not params.include_stop_str_in_output
-            shown = new[:-1] if ended_by_token else new
-            if event.finish_reason is not None and index not in opened.detokenizers:
-                text = before + self.tokenizer.decode(shown, params.skip_special_tokens)
-            else:
-                if index not in opened.detokenizers:
-                    opened.detokenizers[index] = self.tokenizer.detokenizer(params.skip_special_tokens)
-                text = before + opened.detokenizers[index].push(shown)
-                if event.finish_reason is not None:
-                    text += opened.detokenizers[index].finish()
-        opened.texts[index] = text
-        return text[len(before) :] if delta else text
+            return event.text
+        # A stop token is no part of the text (unless asked for), although it is one of the tokens.
+        ended_by_token = event.finish_reason == "stop" and not params.include_stop_str_in_output
+        shown = new[:-1] if ended_by_token else new
+        if event.finish_reason is not None and index not in opened.detokenizers:
+            return opened.texts[index] + self.tokenizer.decode(shown, params.skip_special_tokens)
+        if index not in opened.detokenizers:
+            opened.detokenizers[index] = self.tokenizer.detokenizer(params.skip_special_tokens)
+        text = opened.texts[index] + opened.detokenizers[index].push(shown)
+        return text if event.finish_reason is None else text + opened.detokenizers[index].finish()
 
-    def _logprobs(self, log: SampleLog) -> TokenLogprobs:
-        assert log.logprobs is not None
-        return TokenLogprobs(
-            log.token_ids, log.logprobs, log.ranks, log.top_ids, log.top_logprobs, self.tokenizer.token_text
-        )
+    def _logprobs(self, log: SampleLog, begin: int) -> TokenLogprobs:
+        columns = [None if column is None else column[begin:] for column in log]
+        token_ids, values, ranks, top_ids, top_values = columns
+        assert token_ids is not None and values is not None
+        return TokenLogprobs(token_ids, values, ranks, top_ids, top_values, self.tokenizer.token_text)
 
     def _prompt_logprobs(self, prompt_ids: list[int], scores: SampleLog) -> TokenLogprobs:
         def shift(column: np.ndarray | None, fill: float) -> np.ndarray | None:
@@ -224,9 +260,9 @@ def _as_ids(value: Any) -> list[int]:
         raise InvalidArgument(f"the prompt is {value!r}; allowed: text, or a list of token ids.")
     ids = list(value)
     for token in ids:
-        if not isinstance(token, int) or isinstance(token, bool):
+        if not isinstance(token, Integral) or isinstance(token, bool):
             raise InvalidArgument(f"the prompt has the token id {token!r}; allowed: integers.")
-    return ids
+    return [int(token) for token in ids]  # NumPy's integers among them
 
 
 def _as_array(ids: list[int]) -> np.ndarray:
