@@ -60,7 +60,9 @@ def shared(llm: LLM) -> Callable[..., Any]:
 
 
 def entries(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    """Lines come in the order in which prompts finish; here they are sorted by prompt."""
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return sorted(lines, key=lambda entry: entry["index"])
 
 
 def test_jsonl_of_the_golden_prompts_gives_the_golden_tokens_and_resumes(

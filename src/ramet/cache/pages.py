@@ -23,8 +23,8 @@ class PagePool:
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
-        # A stack, lowest id on top: a fresh pool hands out consecutive pages, which attention can read without a
-        # gather, and the last freed pages (still in the CPU's cache) are used first.
+        # A stack, lowest id on top: a fresh pool touches no more memory than it uses, and the pages freed last (still
+        # in the CPU's cache) are used first.
         self._stack = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
         self.num_free = num_pages
 
