@@ -108,6 +108,14 @@ def test_sharded_checkpoint_equals_transformers(tmp_path: Path) -> None:
     check_precision(tmp_path, truth_model, torch.arange(40), "float32")
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_torch_without_onednn_computes_the_same(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    truth_model = save_checkpoint(tmp_path, make_config("Qwen2"), seed=12)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert not load_model(EngineConfig(model=str(tmp_path), dtype=dtype)).model.head.packed
+    check_precision(tmp_path, truth_model, torch.arange(60), dtype)
+
+
 def test_dynamic_rope_beyond_its_context_equals_transformers_at_full_length(tmp_path: Path) -> None:
     rope = THETA | {"rope_type": "dynamic", "factor": 4.0}
     config = make_config("Llama", rope_parameters=rope, max_position_embeddings=64)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
@@ -29,7 +31,16 @@ def logits_of(loaded: LoadedModel, rows: slice, token_ids: Tensor, positions: Te
     return loaded.model.logits(loaded.model.forward(token_ids[rows], positions[rows], by_row))
 
 
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.mark.model
+@pytest.mark.usefixtures("two_threads")
 def test_logits_are_bit_equal_for_one_to_512_rows(loaded: LoadedModel) -> None:
     generator = torch.Generator().manual_seed(11)
     token_ids = torch.randint(0, loaded.spec.vocab_size, (ROWS,), generator=generator)

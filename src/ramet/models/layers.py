@@ -28,6 +28,13 @@ def padded(x: Tensor) -> Tensor:
     return x if missing <= 0 else torch.cat((x, x.new_zeros((missing, *x.shape[1:]))))
 
 
+def _can_pack(dtype: torch.dtype) -> bool:
+    """Whether this torch and CPU have oneDNN for the dtype; without it linears are plain, slower, and bits may vary."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    return dtype != torch.bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
 class Linear:
     """``y = x W^T (+ bias) (+ residual)`` with the weight packed once for oneDNN.
 
@@ -40,7 +47,7 @@ class Linear:
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.bias = bias
-        self.packed = torch.backends.mkldnn.is_available()
+        self.packed = _can_pack(weight.dtype)
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()) if self.packed else weight
         # Overloads are looked up once: a packet would resolve its overload anew in every call (1 us).
         self._run = torch.ops.mkldnn._linear_pointwise.default if self.packed else None
