@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import enum
-import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from numbers import Integral, Real
+from typing import Any, NamedTuple
 
 from ramet.errors import InvalidArgument, Unsupported, known_fields_only
 
@@ -62,7 +63,7 @@ class SamplingParams:
         Added to the logits of these ids, each in [-100, 100].
     allowed_token_ids : list of int, optional
         Only these can be sampled.
-    bad_words : list of str, optional
+    bad_words : str or list of str, optional
         Strings whose token sequences are never completed.
     skip_special_tokens : bool, default True
     include_stop_str_in_output : bool, default False
@@ -103,7 +104,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | tuple[int, ...] | None = None
-    bad_words: list[str] | tuple[str, ...] = ()
+    bad_words: str | list[str] | tuple[str, ...] = ()
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     detokenize: bool = True
@@ -112,14 +113,11 @@ class SamplingParams:
     cache_salt: str | None = None
 
     def __post_init__(self) -> None:
-        set_ = object.__setattr__  # the dataclass is frozen; normal forms are set once, here
-        set_(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
-        set_(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        set_(self, "bad_words", tuple(self.bad_words or ()))
-        if self.allowed_token_ids is not None:
-            set_(self, "allowed_token_ids", tuple(self.allowed_token_ids))
-        _check_numbers(self)
-        _check_lists(self)
+        for names, normal in ((_NUMBERS, _plain_number), (_LISTS, _plain_list)):
+            for name in names:
+                object.__setattr__(self, name, normal(name, getattr(self, name)))  # the dataclass is frozen
+        object.__setattr__(self, "logit_bias", _plain_bias(self.logit_bias))
+        _check_together(self)
 
     @property
     def greedy(self) -> bool:
@@ -127,68 +125,106 @@ class SamplingParams:
         return self.temperature == 0.0
 
 
+class _Range(NamedTuple):
+    """What a number may be."""
+
+    kind: type[int] | type[float]
+    low: float
+    high: float
+    allowed: str
+    optional: bool = False
+    open_below: bool = False  # ``low`` itself is not allowed
+
+
+_NUMBERS = {
+    "n": _Range(int, 1, MAX_N, f"an integer from 1 to {MAX_N:,}"),
+    "temperature": _Range(float, 0.0, 1e4, "a number from 0 (greedy) to 10,000"),
+    "top_p": _Range(float, 0.0, 1.0, "a number above 0 and up to 1 (1 = off)", open_below=True),
+    "top_k": _Range(int, -1, 2**31 - 1, "-1 or 0 (all tokens), or an integer of at least 1"),
+    "min_p": _Range(float, 0.0, 1.0, "a number from 0 to 1"),
+    "max_tokens": _Range(int, 0, 2**31 - 1, "None (up to the context) or an integer of at least 0", optional=True),
+    "min_tokens": _Range(int, 0, 2**31 - 1, "an integer of at least 0"),
+    "seed": _Range(int, -(2**63), 2**64 - 1, "None or a 64-bit integer", optional=True),
+    "logprobs": _Range(
+        int, 0, 2**31 - 1, "None or an integer of at least 0 (0 = the sampled token only)", optional=True
+    ),
+    "prompt_logprobs": _Range(
+        int, 0, 2**31 - 1, "None or an integer of at least 0 (0 = the prompt's tokens only)", optional=True
+    ),
+    "presence_penalty": _Range(float, -2.0, 2.0, "a number from -2 to 2"),
+    "frequency_penalty": _Range(float, -2.0, 2.0, "a number from -2 to 2"),
+    "repetition_penalty": _Range(float, 0.0, 1e4, "a number above 0 (1 = off)", open_below=True),
+}
+_LISTS = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words")
+
+
 def _refuse(name: str, value: object, allowed: str) -> InvalidArgument:
-    return InvalidArgument(f"{name} is {value!r}; allowed: {allowed}.")
+    return InvalidArgument(f"{name} is {_shown(value)}; allowed: {allowed}.")
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 and text.isprintable() else f"{ascii(value)[:57]}..."
 
 
 def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def _check_numbers(p: SamplingParams) -> None:
-    ranges: tuple[tuple[str, float, float, str], ...] = (
-        ("temperature", 0.0, 1e4, "a number from 0 (greedy) to 10,000"),
-        ("min_p", 0.0, 1.0, "a number from 0 to 1"),
-        ("presence_penalty", -2.0, 2.0, "a number from -2 to 2"),
-        ("frequency_penalty", -2.0, 2.0, "a number from -2 to 2"),
-    )
-    for name, low, high, allowed in ranges:
-        value = getattr(p, name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-            raise _refuse(name, value, allowed)
-    if not isinstance(p.top_p, int | float) or not 0.0 < p.top_p <= 1.0:
-        raise _refuse("top_p", p.top_p, "a number above 0 and up to 1 (1 = off)")
-    if not isinstance(p.repetition_penalty, int | float) or not 0.0 < p.repetition_penalty <= 1e4:
-        raise _refuse("repetition_penalty", p.repetition_penalty, "a number above 0 (1 = off)")
-    integers: tuple[tuple[str, int, int, str], ...] = (
-        ("n", 1, MAX_N, f"an integer from 1 to {MAX_N:,}"),
-        ("top_k", -1, 2**31 - 1, "-1 or 0 (all tokens), or an integer of at least 1"),
-        ("min_tokens", 0, 2**31 - 1, "an integer of at least 0"),
-    )
-    for name, low, high, allowed in integers:
-        value = getattr(p, name)
-        if not _is_int(value) or not low <= value <= high:
-            raise _refuse(name, value, allowed)
-    for name, allowed in (
-        ("max_tokens", "None (up to the context) or an integer of at least 0"),
-        ("logprobs", "None or an integer of at least 0 (0 = the sampled token only)"),
-        ("prompt_logprobs", "None or an integer of at least 0 (0 = the prompt's tokens only)"),
-    ):
-        value = getattr(p, name)
-        if value is not None and (not _is_int(value) or not 0 <= value < 2**31):
-            raise _refuse(name, value, allowed)
-    if p.max_tokens is not None and p.min_tokens > p.max_tokens:
-        raise _refuse("min_tokens", p.min_tokens, f"at most max_tokens ({p.max_tokens})")
-    if p.seed is not None and (not _is_int(p.seed) or not -(2**63) <= p.seed < 2**64):
-        raise _refuse("seed", p.seed, "None or a 64-bit integer")
+def _is_real(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def _check_lists(p: SamplingParams) -> None:
-    for name in ("stop", "bad_words"):
-        for text in getattr(p, name):
-            if not isinstance(text, str) or not text:
-                raise _refuse(name, text, "non-empty strings")
-    for name in ("stop_token_ids", "allowed_token_ids"):
-        for token in getattr(p, name) or ():
-            if not _is_int(token) or token < 0:
-                raise _refuse(name, token, "token ids (integers of at least 0)")
-    if p.allowed_token_ids is not None and not p.allowed_token_ids:
-        raise _refuse("allowed_token_ids", [], "None or at least one token id")
-    for token, bias in (p.logit_bias or {}).items():
+def _plain_number(name: str, value: Any) -> int | float | None:
+    """A number in its range as Python's own kind; NumPy's are taken too."""
+    kind, low, high, allowed, optional, open_below = _NUMBERS[name]
+    if value is None and optional:
+        return None
+    is_kind = _is_int if kind is int else _is_real
+    if not is_kind(value) or not low <= value <= high or (open_below and value == low):
+        raise _refuse(name, value, allowed)
+    return kind(value)
+
+
+def _plain_list(name: str, value: Any) -> tuple[Any, ...] | None:
+    """A list of strings or token ids as a tuple; a single string is a list of one."""
+    words = name in ("stop", "bad_words")
+    allowed = "non-empty strings" if words else "a list of token ids (integers of at least 0)"
+    if value is None:
+        return None if name == "allowed_token_ids" else ()
+    if isinstance(value, str) and words:
+        value = (value,)
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise _refuse(name, value, allowed)
+    items = tuple(value)
+    for item in items:
+        if (not isinstance(item, str) or not item) if words else (not _is_int(item) or item < 0):
+            raise _refuse(name, item, allowed)
+    if name == "allowed_token_ids" and not items:
+        raise _refuse(name, [], "None or at least one token id")
+    return items if words else tuple(map(int, items))
+
+
+def _plain_bias(value: Any) -> dict[int, float] | None:
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise _refuse("logit_bias", value, "a dict of token id to a number from -100 to 100")
+    for token, bias in value.items():
         if not _is_int(token) or token < 0:
             raise _refuse("logit_bias", token, "token ids (integers of at least 0) as keys")
-        if not isinstance(bias, int | float) or not math.isfinite(bias) or not -100.0 <= bias <= 100.0:
+        if not _is_real(bias) or not -100.0 <= bias <= 100.0:
             raise _refuse(f"logit_bias[{token}]", bias, "a number from -100 to 100")
+    return {int(token): float(bias) for token, bias in value.items()}
+
+
+def _check_together(p: SamplingParams) -> None:
+    """Fields that are no numbers and no lists, and what must fit together."""
+    for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "detokenize"):
+        if not isinstance(getattr(p, name), bool):
+            raise _refuse(name, getattr(p, name), "True or False")
+    if p.max_tokens is not None and p.min_tokens > p.max_tokens:
+        raise _refuse("min_tokens", p.min_tokens, f"at most max_tokens ({p.max_tokens})")
     if not p.detokenize and (p.stop or p.bad_words):
         raise _refuse("detokenize", False, "True when stop or bad_words are given, since they are strings")
     if p.structured_outputs is not None:
@@ -197,6 +233,3 @@ def _check_lists(p: SamplingParams) -> None:
         raise _refuse("cache_salt", p.cache_salt, "None or a non-empty string")
     if not isinstance(p.output_kind, RequestOutputKind):
         raise _refuse("output_kind", p.output_kind, "a RequestOutputKind")
-    for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "detokenize"):
-        if not isinstance(getattr(p, name), bool):
-            raise _refuse(name, getattr(p, name), "True or False")
