@@ -11,9 +11,9 @@ import pytest
 from frontend_oracles import alphabet
 
 from ramet.errors import ModelError, Unsupported
-from ramet.frontend.gguf_metadata import read_metadata
 from ramet.frontend.gguf_tokenizer import build_tokenizer
 from ramet.frontend.tokenizer import Tokenizer, load_tokenizer
+from ramet.models.gguf_metadata import read_metadata
 
 
 def gguf_bytes(metadata: dict) -> bytes:

@@ -13,8 +13,8 @@ from frontend_oracles import ReferenceBPE, alphabet, package_file
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from ramet.errors import InvalidArgument, ModelError, Unsupported
-from ramet.frontend.gguf_metadata import read_metadata
 from ramet.frontend.tokenizer import Tokenizer, load_tokenizer
+from ramet.models.gguf_metadata import read_metadata
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "smollm2_135m_greedy_fp32.json"
 

@@ -22,7 +22,7 @@ def build_tokenizer(metadata: dict[str, Any], path: Path) -> tokenizers.Tokenize
     Parameters
     ----------
     metadata : dict
-        As :func:`ramet.frontend.gguf_metadata.read_metadata` returns it.
+        As :func:`ramet.models.gguf_metadata.read_metadata` returns it.
     path : Path
         Named in errors.
 

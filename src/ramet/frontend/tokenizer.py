@@ -14,7 +14,6 @@ import tokenizers
 from ramet.errors import InvalidArgument, ModelError, Unsupported
 from ramet.frontend.chat_template import ChatTemplate, Message, choose_template
 from ramet.frontend.detokenizer import IncrementalDetokenizer, TokenBytes, is_byte_level, window_detokenizer
-from ramet.frontend.gguf_metadata import read_metadata
 from ramet.frontend.gguf_tokenizer import adds_bos, build_tokenizer
 from ramet.models.files import ModelFiles
 
@@ -163,18 +162,23 @@ def _is_valid(text: str) -> bool:
     return True
 
 
-def tokenizer_from_gguf(path: str | Path) -> Tokenizer:
+def tokenizer_from_gguf(metadata: dict[str, Any], path: Path) -> Tokenizer:
     """Build the tokenizer of a GGUF file from its metadata.
+
+    Parameters
+    ----------
+    metadata : dict
+        As :func:`ramet.models.gguf_metadata.read_metadata` returns it.
+    path : Path
+        Named in errors.
 
     Raises
     ------
     Unsupported
         Its kind or its pre-tokenizer is not one that can be built exactly.
     ModelError
-        The file cannot be read.
+        An entry is missing or does not fit the others.
     """
-    path = Path(path)
-    metadata = read_metadata(path)
     backend = build_tokenizer(metadata, path)
     names = ("bos", "eos", "eot", "eom", "unknown", "padding")
     ids: dict[str, int] = {k: i for k in names if (i := metadata.get(f"tokenizer.ggml.{k}_token_id")) is not None}
@@ -235,10 +239,14 @@ def load_tokenizer(files: ModelFiles | str | Path) -> Tokenizer:
     files : ModelFiles, str or Path
         What ``ramet.models.registry.resolve`` found, or a folder or a ``.gguf`` file.
     """
-    path = Path(files) if isinstance(files, str | Path) else files.gguf or files.folder
-    if path is None:
-        raise ModelError(f"{files} names neither a folder nor a GGUF file.")
-    return tokenizer_from_gguf(path) if path.suffix == ".gguf" else tokenizer_from_folder(path)
+    if not isinstance(files, ModelFiles):
+        path = Path(files)
+        files = ModelFiles(str(files), **({"gguf": path} if path.suffix == ".gguf" else {"folder": path}))
+    if files.gguf is not None:
+        return tokenizer_from_gguf(files.gguf_metadata, files.gguf)
+    if files.folder is None:
+        raise ModelError(f"{files.name} names neither a folder nor a GGUF file.")
+    return tokenizer_from_folder(files.folder)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

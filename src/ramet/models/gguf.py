@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ramet.errors import ModelError, Unsupported
+from ramet.models.gguf_metadata import read_metadata
 
 logger = logging.getLogger(__name__)
 
@@ -76,9 +77,6 @@ class GgufFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with path.open("rb") as file:
-            if file.read(4) != b"GGUF":
-                raise ModelError(f"{path} is not a GGUF file (it does not start with 'GGUF'): fetch it again.")
 
     @cached_property
     def folder(self) -> Path:
@@ -89,7 +87,7 @@ class GgufFile:
 
     @cached_property
     def reader(self) -> Any:
-        """``gguf.GGUFReader``: seconds, since it makes objects of every vocabulary entry."""
+        """``gguf.GGUFReader``, for the tensors: seconds, since it makes objects of every vocabulary entry."""
         reader_class = _gguf().GGUFReader
         try:
             return reader_class(self.path)
@@ -99,8 +97,7 @@ class GgufFile:
     @cached_property
     def metadata(self) -> dict[str, Any]:
         """Every key-value pair."""
-        cached = self._cached_json("gguf_metadata.json")
-        return cached or {key: _plain(field.contents()) for key, field in self.reader.fields.items()}
+        return read_metadata(self.path)
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -108,8 +105,8 @@ class GgufFile:
         cached = self._cached_json("config.json")
         if cached is not None:
             return cached
-        tensors = {tensor.name: tensor for tensor in self.reader.tensors}
         config = _config(self.metadata, self.path)
+        tensors = {tensor.name: tensor for tensor in self.reader.tensors}
         config["tie_word_embeddings"] = "output.weight" not in tensors
         if "rope_freqs.weight" in tensors:  # llama3 scaling comes as divisors of the frequencies
             factors = np.asarray(tensors["rope_freqs.weight"].data, dtype=np.float32)
@@ -120,8 +117,7 @@ class GgufFile:
         """Return the folder of the converted copy, made now if it is missing or damaged."""
         if self._is_complete():
             return self.folder
-        self.__dict__.pop("metadata", None)  # of a damaged copy
-        self.__dict__.pop("config", None)
+        self.__dict__.pop("config", None)  # of a damaged copy
         start = time.perf_counter()
         try:
             self.folder.parent.mkdir(parents=True, exist_ok=True)
@@ -172,7 +168,6 @@ class GgufFile:
         """Write the whole copy; return its size in bytes."""
         config = self.config
         _write_json(folder / "config.json", config)
-        _write_json(folder / "gguf_metadata.json", self.metadata)
         weight_map = _write_shards(folder, self._tensors(config))
         _write_json(folder / "model.safetensors.index.json", {"weight_map": weight_map})
         sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
@@ -210,10 +205,6 @@ class GgufFile:
             raise ModelError(f"{self.path}: {tensor.name} is damaged ({error}): fetch the file again.") from None
         value = torch.from_numpy(np.array(values, dtype=np.float32))  # a copy: what comes may be a read-only view
         return value.bfloat16() if tensor.tensor_type == types.BF16 else value
-
-
-def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, np.generic) else value
 
 
 def _hf_name(name: str) -> str | None:

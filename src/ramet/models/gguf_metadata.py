@@ -11,7 +11,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from ramet.errors import ModelError
+from ramet.errors import ModelError, Unsupported
 
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
@@ -74,24 +74,26 @@ def read_metadata(path: str | Path) -> dict[str, Any]:
     ------
     ModelError
         The file is missing, is no GGUF file, or is cut off or damaged.
+    Unsupported
+        Another version, or big-endian.
     """
     path = Path(path)
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _parse(_Cursor(data))
+            if data[:4] != b"GGUF":
+                raise ModelError(f"{path} is not a GGUF file (it does not start with 'GGUF'): fetch it again.")
+            return _parse(_Cursor(data), path)
     except OSError as error:
-        raise ModelError(f"cannot read {path}: {error.strerror or error}.") from None
-    except (ValueError, struct.error) as error:
-        raise ModelError(f"{path} is not a GGUF file that can be read: {error}.") from None
+        raise ModelError(f"{path} cannot be read: {error.strerror or error}.") from None
+    except (ValueError, struct.error, RecursionError) as error:
+        raise ModelError(f"{path} is damaged ({error}): fetch it again.") from None
 
 
-def _parse(cursor: _Cursor) -> dict[str, Any]:
-    if cursor.data[:4] != b"GGUF":
-        raise ValueError("it does not start with 'GGUF'")
+def _parse(cursor: _Cursor, path: Path) -> dict[str, Any]:
     cursor.at = 4
     version = cursor.unpack("<I")
     if version not in (2, 3):
-        raise ValueError(f"its version is {version}; versions 2 and 3 (little-endian) can be read")
+        raise Unsupported(f"{path} has GGUF version {version}; versions 2 and 3 (little-endian) are read.")
     cursor.unpack("<Q")  # number of tensors
     count = cursor.unpack("<Q")
     metadata = {}
