@@ -81,6 +81,19 @@ class LLM:
         )
         log.info("%s", self.memory.ledger())
 
+    @property
+    def client(self) -> Client:
+        """Its engine's only client: who wants the steps one by one takes them from here.
+
+        Raises
+        ------
+        Closed
+            After :meth:`close`.
+        """
+        if self._client is None:
+            raise Closed("this LLM was closed; make a new one.")
+        return self._client
+
     # ---- generation ------------------------------------------------------------------------------------------
 
     def generate(
@@ -125,7 +138,7 @@ class LLM:
 
         Leaving the loop early aborts what is left.
         """
-        client = self._checked_client()
+        client = self.client
         prompt_list = _as_prompts(prompts)
         params_list = self._as_params(sampling_params, len(prompt_list))
         # all are checked before one is started: bad input loses nothing
@@ -157,7 +170,7 @@ class LLM:
 
         Leaving the loop early aborts the request.
         """
-        client = self._checked_client()
+        client = self.client
         (params,) = self._as_params(sampling_params, 1)
         request, output = client.request(prompt, params, stream=True)
         client.submit(request, output)
@@ -196,15 +209,21 @@ class LLM:
         Raises
         ------
         InvalidArgument
-            ``position`` or ``index`` is outside the answer.
+            ``position`` or ``index`` is outside the answer, or the answer was streamed with ``output_kind=DELTA``, so
+            that it holds only the last of its tokens.
         """
-        if not 0 <= index < len(request.outputs):
-            raise InvalidArgument(f"index is {index}; allowed: 0 to {len(request.outputs) - 1}.")
+        if not _is_integer(index) or not 0 <= index < len(request.outputs):
+            raise InvalidArgument(f"index is {index!r}; allowed: 0 to {len(request.outputs) - 1}.")
+        if request.is_delta:
+            raise InvalidArgument(
+                "the answer was streamed with output_kind=DELTA, so it holds only the last of its tokens; fork from an "
+                "answer with output_kind=CUMULATIVE, or generate from the token ids that you have joined."
+            )
         tokens = request.prompt_token_ids + request.outputs[index].token_ids
-        if not 1 <= position <= len(tokens):
-            raise InvalidArgument(f"position is {position}; allowed: 1 to {len(tokens)} (prompt plus sample).")
+        if not _is_integer(position) or not 1 <= position <= len(tokens):
+            raise InvalidArgument(f"position is {position!r}; allowed: 1 to {len(tokens)} (prompt plus sample).")
         params = sampling_params or request.sampling_params
-        client = self._checked_client()
+        client = self.client
         seed = None if sampling_params is not None and sampling_params.seed is not None else request.seed
         made, output = client.request(tokens[:position], params, first_sample_id=request.sample_ids.next, seed=seed)
         request.sample_ids.next += params.n
@@ -263,8 +282,7 @@ class LLM:
 
     def reset_prefix_cache(self) -> int:
         """Forget every cached prefix that is not in use; returns the pages freed."""
-        self._checked_client()
-        return self.engine.reset_prefix_cache()
+        return self.client.engine.reset_prefix_cache()
 
     # ---- end -------------------------------------------------------------------------------------------------
 
@@ -282,11 +300,6 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _checked_client(self) -> Client:
-        if self._client is None:
-            raise Closed("this LLM was closed; make a new one.")
-        return self._client
 
     def _as_params(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if given is None:
@@ -307,6 +320,10 @@ class LLM:
                 self._greedy_copies_noted = True
                 log.warning("temperature is 0 and n is %d: computed once, the samples are equal copies", p.n)
         return params
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _as_prompts(prompts: Any) -> list[Prompt]:

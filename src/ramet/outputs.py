@@ -137,6 +137,8 @@ class RequestOutput:
         The effective ones.
     seed : int
         Of the samples' keys, also when none was given: the same request with it gives the same samples.
+    is_delta : bool
+        Streamed with ``output_kind=DELTA``: its samples hold only what is new since the last news.
     sample_ids : SampleIds
         Which sample ids are taken; shared with the request's forks (``LLM.fork`` gives new ones).
     """
@@ -150,4 +152,5 @@ class RequestOutput:
     prompt_logprobs: TokenLogprobs | None = None
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
     seed: int = 0
+    is_delta: bool = False
     sample_ids: SampleIds = field(default_factory=SampleIds)

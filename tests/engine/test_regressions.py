@@ -12,6 +12,8 @@ from forest_checks import check_forest
 from harness import assert_all_free, request, run, tiny_engine, tiny_llm
 
 from ramet import LLM, SamplingParams
+from ramet.bench.runner import measure
+from ramet.bench.workload import Workload
 from ramet.engine.engine import Engine
 from ramet.engine.group import GroupEvent
 from ramet.errors import InvalidArgument, OutOfMemory
@@ -200,7 +202,7 @@ def test_an_error_in_a_step_reaches_the_caller_and_leaves_nothing_behind(
         patch.setattr(llm.engine.runner, "load", full)
         with pytest.raises(OutOfMemory):
             llm.generate(["x", "y"], BASE, use_tqdm=False)
-    assert list(llm.engine.groups) == ["0"]
+    assert list(llm.engine.groups) == ["request-0"]
     assert [len(sample.token_ids) for sample in list(stream)[-1].outputs] == [12, 12]
     assert llm.stats()["pages_in_use"] == 0
 
@@ -224,3 +226,84 @@ def test_prompts_of_numpy_integers_and_what_looks_like_prompts(llm: LLM) -> None
     for bad in (b"abc", [b"abc"], {"prompt_token_ids": None}, {"prompt": None}, {1: 2, "x": 3}, [[True, False]]):
         with pytest.raises(InvalidArgument, match="prompt"):
             llm.generate(bad, params, use_tqdm=False)  # type: ignore[arg-type]
+
+
+def test_a_fork_of_an_answer_that_holds_only_news_is_refused(llm: LLM) -> None:
+    """It forked from the last token alone, as if that were the whole sample."""
+    *_, delta = llm.stream("abc", DELTA)
+    *_, whole = llm.stream("abc", BASE)
+    position = len(whole.prompt_token_ids) + 2
+    with pytest.raises(InvalidArgument, match="output_kind=DELTA.*output_kind=CUMULATIVE"):
+        llm.fork(delta, position)
+    (made,) = llm.generate("abc", DELTA, use_tqdm=False)  # whole answers, of whatever kind
+    forked = llm.fork(made, position)
+    assert [s.text for s in forked.outputs] == [s.text for s in llm.fork(whole, position).outputs]
+    assert forked.prompt_token_ids == whole.prompt_token_ids + whole.outputs[0].token_ids[:2]
+
+
+@pytest.mark.parametrize("kind", [int, np.int64])
+def test_a_fork_takes_any_integer_and_nothing_else(llm: LLM, kind: type) -> None:
+    (root,) = llm.generate("abc", BASE, use_tqdm=False)
+    assert llm.fork(root, kind(2), index=kind(1)).finished
+    for position, index in ((2.0, 0), ("2", 0), (True, 0), (2, 1.0), (2, None)):
+        with pytest.raises(InvalidArgument, match="allowed"):
+            llm.fork(root, position, index=index)  # type: ignore[arg-type]
+
+
+def test_ids_that_callers_choose_never_meet_those_that_are_given(llm: LLM) -> None:
+    """The ids given were the numbers 0, 1, ...: a caller's "3" made the fourth request fail."""
+    client = llm.client
+    names = [str(i) for i in range(8)]
+    for name in names:
+        client.submit(*client.request("abc", BASE, request_id=name))
+    (given,) = llm.generate("abc", BASE, use_tqdm=False)
+    assert given.request_id not in names
+    for bad in ("", given.request_id, "request-99"):
+        with pytest.raises(InvalidArgument, match="request_id"):
+            client.request("abc", BASE, request_id=bad)
+    client.discard(names)
+    assert not llm.engine.has_unfinished
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_one_aborted_copy_of_a_greedy_answer_keeps_the_text_that_was_held_back(llm: LLM, streams: bool) -> None:
+    """The end of its text could have become a stop string; it was lost although it was decoded."""
+    greedy = SamplingParams(n=3, temperature=0.0, max_tokens=12)
+    text = llm.generate("abc", greedy, use_tqdm=False)[0].outputs[0].text
+    client = llm.client
+    held = replace(greedy, stop=text[:5] + "\0")  # begins like the text and never comes
+    request, output = client.request("abc", held, stream=streams)
+    client.submit(request, output)
+    for _ in range(4):
+        client.step()
+    client.abort(request.request_id, 1)
+    while not output.finished:
+        client.step()
+    assert [sample.finish_reason for sample in output.outputs] == ["length", "abort", "length"]
+    assert [sample.text for sample in output.outputs] == [text, text[: len(output.outputs[1].token_ids)], text]
+    assert output.outputs[1].text
+    assert llm.stats()["samples_finished"] == {"stop": 0, "length": 5, "abort": 1}
+
+
+def test_a_benchmark_beside_an_open_stream_takes_nothing_from_it(llm: LLM) -> None:
+    """It had a client of its own, with the same request ids, which got the events of the other's requests."""
+    (whole,) = llm.generate("abc", BASE, use_tqdm=False)
+    stream = llm.stream("abc", BASE)
+    next(stream)
+    measured = measure(llm, Workload(num_prompts=2, n=3, input_len=9, output_len=5))
+    assert measured.generated_tokens == 30
+    assert [len(times.samples) for times in measured.groups] == [3, 3]
+    *_, last = stream
+    assert last.outputs == whole.outputs
+    assert not llm.engine.has_unfinished and llm.stats()["pages_in_use"] == 0
+
+
+def test_an_error_in_a_benchmark_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(plan: Any) -> Any:
+        raise OutOfMemory("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.runner, "load", full)
+        with pytest.raises(OutOfMemory):
+            measure(llm, Workload(num_prompts=2, n=3, input_len=9, output_len=5))
+    assert not llm.engine.has_unfinished and llm.stats()["pages_in_use"] == 0

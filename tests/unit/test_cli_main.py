@@ -231,3 +231,11 @@ def test_help_loads_no_torch_and_starts_at_once() -> None:
         assert modules.strip() == "[]"
         best = min(best, float(seconds))
     assert best < 0.3
+
+
+def test_python_m_ramet_is_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "ramet", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("ramet ")
+    wrong = subprocess.run([sys.executable, "-m", "ramet", "generat"], capture_output=True, text=True, check=False)
+    assert wrong.returncode == 2
+    assert wrong.stderr == "ramet: error: there is no command 'generat'; did you mean 'generate'? (see ramet --help)\n"

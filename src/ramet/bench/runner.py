@@ -73,10 +73,7 @@ def measure(llm: LLM, workload: Workload) -> Measurement:
         Its prefix cache is emptied first.
     workload : Workload
     """
-    from ramet.frontend.client import Client
-
-    # The same path as LLM.generate, with a look at the clock after every step.
-    client = Client(llm.engine, llm.tokenizer, eos_token_ids=(), seed=workload.seed)
+    client = llm.client  # the same path as LLM.generate, with a look at the clock after every step
     made = [
         client.request({"prompt_token_ids": ids}, workload.params(i))
         for i, ids in enumerate(workload.prompts(llm.tokenizer.vocab_size))
@@ -87,19 +84,22 @@ def measure(llm: LLM, workload: Workload) -> Measurement:
     groups = [times for times, _ in running.values()]
     pages = _PeakPages(llm)
     started = perf_counter()
-    for request, output in made:
-        client.submit(request, output)
-    while running:
-        changed = client.step()
-        pages.look()
-        now = perf_counter() - started
-        for output in changed:
-            times, waiting = running[output.request_id]
-            ended = [i for i in waiting if output.outputs[i].finished()]
-            times.samples += [now] * len(ended)
-            waiting.difference_update(ended)
-            if output.finished:
-                del running[output.request_id]
+    try:
+        for request, output in made:
+            client.submit(request, output)
+        while running:
+            changed = client.news(running)
+            pages.look()
+            now = perf_counter() - started
+            for output in changed:
+                times, waiting = running[output.request_id]
+                ended = [i for i in waiting if output.outputs[i].finished()]
+                times.samples += [now] * len(ended)
+                waiting.difference_update(ended)
+                if output.finished:
+                    del running[output.request_id]
+    finally:
+        client.discard(running)  # none, unless an error or Ctrl-C came
     seconds = perf_counter() - started
     tokens = sum(len(sample.token_ids) for _, output in made for sample in output.outputs)
     return Measurement(seconds, tokens, groups, difference(before, llm.stats()), pages.total, pages.private)

@@ -37,8 +37,10 @@ class Committer:
         stats.sampled_tokens += len(slots)
         stopped, limited = rows.hit_stop(slots, tokens), rows.hit_limit(slots)
         events: list[Event] = []
-        for slot in plan.sample_slots[sampled.token_ids < 0].tolist():
-            self._fail(rows.samples[slot], events)
+        for slot in plan.sample_slots[sampled.token_ids < 0].tolist():  # nothing to draw; the others go on
+            sample = rows.samples[slot]
+            if sample is not None and not sample.finished:
+                self.abort(sample, events)
         for i in np.flatnonzero(stopped | limited | rows.eventful[slots]).tolist():
             sample = rows.samples[slots[i]]
             if sample is not None:
@@ -91,10 +93,13 @@ class Committer:
         if group.num_open == 0:
             events.append(self.end_group(group))
 
-    def _fail(self, sample: Sample | None, events: list[Event]) -> None:
-        """End a sample that has no token to draw; the others go on."""
-        if sample is not None and not sample.finished:
-            self.finish(sample, "abort", None, sample.watcher.text if sample.watcher else None, events)
+    def abort(self, sample: Sample, events: list[Event]) -> None:
+        """End a sample as it is, with the text that was held back."""
+        watcher, text = sample.watcher, None
+        if watcher is not None:
+            watcher.finish()
+            text = watcher.text
+        self.finish(sample, "abort", None, text, events)
 
     def _record_tops(self, plan: StepPlan, valid: np.ndarray, top: TopLogprobs, ranks: np.ndarray) -> None:
         for i, row in enumerate(top.rows.tolist()):

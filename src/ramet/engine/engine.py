@@ -13,7 +13,7 @@ from ramet.attention import AttentionPlan
 from ramet.cache import Forest, PagePool, TailTable
 from ramet.config import EngineConfig
 from ramet.engine.commit import Committer
-from ramet.engine.group import Event, Group, GroupEvent, GroupRequest, SampleEvent
+from ramet.engine.group import Event, Group, GroupEvent, GroupRequest, Sample, SampleEvent, SampleLog
 from ramet.engine.memory import MemoryPlan
 from ramet.engine.plan import StepPlan
 from ramet.engine.rows import RowTable
@@ -140,14 +140,11 @@ class Engine:
             if len(indices) < len(sample.indices):  # one answer of a greedy group: the others go on
                 sample.indices = [k for k in sample.indices if k not in indices]
                 log = self.rows.log(sample)
-                text = sample.watcher.text if sample.watcher is not None else None
+                text = _text_that_ends(sample, log)
+                self.stats.samples_finished["abort"] += len(indices)
                 self._pending += [SampleEvent(request_id, k, log, "abort", None, text) for k in indices]
                 continue
-            text = None
-            if sample.watcher is not None:
-                sample.watcher.finish()
-                text = sample.watcher.text
-            self.committer.finish(sample, "abort", None, text, self._pending)
+            self.committer.abort(sample, self._pending)
 
     @property
     def has_unfinished(self) -> bool:
@@ -203,6 +200,17 @@ class Engine:
         for event in events:
             if isinstance(event, GroupEvent):
                 self.groups.pop(event.request_id, None)
+
+
+def _text_that_ends(sample: Sample, log: SampleLog) -> str | None:
+    """The text of one answer that ends, with what its watcher, which goes on for the others, still holds back."""
+    watch = sample.group.request.watch
+    if watch is None:
+        return None
+    watcher = watch()
+    watcher.push(log.token_ids.tolist())
+    watcher.finish()
+    return watcher.text
 
 
 def sample_who_can(sampler: Sampler, logits: torch.Tensor, batch: SampleBatch) -> SampledTokens:

@@ -19,6 +19,9 @@ from ramet.outputs import CompletionOutput, RequestOutput, SampleIds, TokenLogpr
 from ramet.sampling.stops import StopStrings
 from ramet.sampling_params import RequestOutputKind, SamplingParams
 
+_OWN_IDS = "request-"
+"""With this begin the ids of requests that their caller gave none."""
+
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
@@ -28,17 +31,16 @@ class _Open:
 
     output: RequestOutput
     params: SamplingParams
-    delta: bool  # whether its answers hold only what is new
     tokens: list[int]  # of each sample so far
     texts: list[str]
     detokenizers: dict[int, IncrementalDetokenizer] = field(default_factory=dict)
-    # With delta, what of each sample the caller has seen: tokens and characters.
+    # Where answers are deltas, what of each sample the caller has seen: tokens and characters.
     seen_tokens: list[int] = field(default_factory=list)
     seen_chars: list[int] = field(default_factory=list)
 
     def begin_news(self) -> None:
         """The caller has taken the last news: it is no news any more."""
-        if self.delta:
+        if self.output.is_delta:
             self.seen_tokens, self.seen_chars = list(self.tokens), [len(text) for text in self.texts]
             for sample in self.output.outputs:
                 sample.text, sample.token_ids, sample.logprobs = "", [], None
@@ -96,7 +98,31 @@ class Client:
         first_sample_id: int = 0,
         seed: int | None = None,
     ) -> tuple[GroupRequest, RequestOutput]:
-        """Turn a prompt into a checked request and its empty answer, without submitting it."""
+        """Turn a prompt into a checked request and its empty answer, without submitting it.
+
+        Parameters
+        ----------
+        prompt : Prompt
+        params : SamplingParams
+        request_id : str, optional
+            Not one that is in use, nor one that begins like those that are given here.
+        stream : bool, default False
+            Whether the answer has news at every step.
+        first_sample_id : int, default 0
+            Of the samples' keys.
+        seed : int, optional
+            Goes before that of the parameters.
+
+        Raises
+        ------
+        InvalidArgument
+            It could never be served.
+        """
+        if request_id is not None and (not request_id or request_id.startswith(_OWN_IDS)):
+            raise InvalidArgument(
+                f"request_id is {request_id!r}; allowed: None, or a name that does not begin with {_OWN_IDS!r}, as the "
+                "names do that requests get by themselves."
+            )
         text, ids = self.tokenize(prompt)
         number = next(self._counter)
         if seed is None:
@@ -104,7 +130,7 @@ class Client:
         room = self.engine.memory.max_model_len - len(ids)
         stops = () if params.ignore_eos else self.eos_token_ids
         request = GroupRequest(
-            request_id=request_id or str(number),
+            request_id=f"{_OWN_IDS}{number}" if request_id is None else request_id,
             prompt_token_ids=_as_array(ids),
             params=params,
             max_tokens=max(room, 1) if params.max_tokens is None else params.max_tokens,
@@ -122,6 +148,7 @@ class Client:
             outputs=[CompletionOutput(k) for k in range(params.n)],
             sampling_params=params,
             seed=seed,
+            is_delta=request.streams and params.output_kind is RequestOutputKind.DELTA,
             sample_ids=SampleIds(first_sample_id + params.n),
         )
         self.engine.check(request)
@@ -141,8 +168,8 @@ class Client:
     def submit(self, request: GroupRequest, output: RequestOutput) -> None:
         """Hand a request to the engine."""
         self.engine.add(request)
-        n, delta = request.params.n, request.streams and request.params.output_kind is RequestOutputKind.DELTA
-        self._open[request.request_id] = _Open(output, request.params, delta, [0] * n, [""] * n)
+        n = request.params.n
+        self._open[request.request_id] = _Open(output, request.params, [0] * n, [""] * n)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request or one of its samples; its answer comes with the next step."""
@@ -207,9 +234,9 @@ class Client:
         opened.tokens[k] += len(new)
         if params.detokenize:
             opened.texts[k] = self._text(opened, event, new)
-            sample.text = opened.texts[k][opened.seen_chars[k] :] if opened.delta else opened.texts[k]
+            sample.text = opened.texts[k][opened.seen_chars[k] :] if output.is_delta else opened.texts[k]
         if log.logprobs is not None:
-            sample.logprobs = self._logprobs(log, opened.seen_tokens[k] if opened.delta else 0)
+            sample.logprobs = self._logprobs(log, opened.seen_tokens[k] if output.is_delta else 0)
             sample.cumulative_logprob = float(log.logprobs.sum(dtype=np.float64))
         sample.finish_reason, sample.stop_reason = event.finish_reason, event.stop_reason
 
