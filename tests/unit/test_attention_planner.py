@@ -11,7 +11,7 @@ import torch
 from attention_oracle import Case, random_case
 
 from ramet.attention import ForestArrays, plan
-from ramet.attention.planner import build_work
+from ramet.attention.build import build_work
 from ramet.attention.problem import SharePolicy
 from ramet.errors import InvalidArgument, RametError
 

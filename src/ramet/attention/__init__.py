@@ -7,8 +7,9 @@ drafts and chunked prefill are the same call, and so is a batch in which nothing
 Log-sum-exps are natural logarithms in float32 everywhere; the empty state is ``(0, -inf)``.
 """
 
+from ramet.attention.buffers import Capacity, PlanBuffers
 from ramet.attention.ops import append_kv, forest_attention, merge_states
-from ramet.attention.planner import AttentionPlan, plan
+from ramet.attention.planner import AttentionPlan, plan, plan_buffers, workspace_size
 from ramet.attention.problem import Problem, Support
 from ramet.attention.registry import Explanation, backend_order, explain, select, supports
 from ramet.attention.types import BAD_PAGE_INDEX, ForestArrays
@@ -21,6 +22,11 @@ __all__ = [
     "AttentionPlan",
     "WorkList",
     "PlanCounters",
+    # memory of plans in captured graphs
+    "Capacity",
+    "PlanBuffers",
+    "plan_buffers",
+    "workspace_size",
     # stateless operations
     "forest_attention",
     "merge_states",

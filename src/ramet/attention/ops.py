@@ -165,6 +165,7 @@ def forest_attention(
         backend=backend,
         gate=gate,
         device=q.device,
+        dtype=q.dtype if q.is_cuda else None,
     )
     scale = head_dim**-0.5 if sm_scale is None else sm_scale
     return work.run(q, k_pool, v_pool, sm_scale=scale, out=out, return_lse=return_lse)

@@ -1,22 +1,21 @@
-"""Planning: order the rows depth-first, find what several rows read, leave the rest to tails.
-
-Everything is vectorised over rows and nodes; one decode step of a thousand rows is planned by a few dozen NumPy calls.
-"""
+"""Plans: what one step's attention will do, made once per step and run once per layer."""
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from typing import Literal, overload
 
-import numpy as np
 import torch
 
-from ramet.attention.backends.base import Executor
-from ramet.attention.checks import check_forest, check_tensors
-from ramet.attention.problem import Problem, SharePolicy
-from ramet.attention.registry import select
+from ramet.attention.backends.base import Executor, Tensors
+from ramet.attention.buffers import Capacity, PlanBuffers
+from ramet.attention.build import build_work
+from ramet.attention.checks import check_forest, check_scalars, check_tensors
+from ramet.attention.problem import Problem
+from ramet.attention.registry import BACKENDS, select
 from ramet.attention.types import ForestArrays
 from ramet.attention.work import PlanCounters, WorkList
-from ramet.errors import InvalidArgument, nearest
+from ramet.errors import InvalidArgument, Unsupported, nearest
 
 GATES = ("auto", "open", "closed")
 
@@ -33,14 +32,20 @@ class AttentionPlan:
     counters : PlanCounters
     backend : str
     num_tokens : int
-        Query tokens, the first dimension of ``q``.
+        Query tokens, the first dimension of ``q``. With buffers ``q`` may have more, up to their capacity: those
+        behind are padding and their outputs are not written.
+    max_tokens : int
     """
 
-    def __init__(self, problem: Problem, work: WorkList, backend: str, executor: Executor) -> None:
+    def __init__(
+        self, problem: Problem, work: WorkList, backend: str, executor: Executor, max_tokens: int | None = None
+    ) -> None:
         self.problem, self.work, self.backend = problem, work, backend
         self.counters: PlanCounters = work.counters
         self.num_tokens = int(work.forest.cu_seqlens_q[-1])
+        self.max_tokens = self.num_tokens if max_tokens is None else max_tokens
         self._num_pages = int(work.forest.node_pages.max(initial=-1)) + 1
+        self._strided = BACKENDS[backend].strided
         self._executor = executor
 
     @overload
@@ -50,7 +55,8 @@ class AttentionPlan:
         k_pool: torch.Tensor,
         v_pool: torch.Tensor,
         *,
-        sm_scale: float,
+        sm_scale: float | torch.Tensor,
+        sinks: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         return_lse: Literal[False] = False,
     ) -> torch.Tensor: ...
@@ -62,7 +68,8 @@ class AttentionPlan:
         k_pool: torch.Tensor,
         v_pool: torch.Tensor,
         *,
-        sm_scale: float,
+        sm_scale: float | torch.Tensor,
+        sinks: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         return_lse: bool,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
@@ -73,7 +80,8 @@ class AttentionPlan:
         k_pool: torch.Tensor,
         v_pool: torch.Tensor,
         *,
-        sm_scale: float,
+        sm_scale: float | torch.Tensor,
+        sinks: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         return_lse: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -82,12 +90,15 @@ class AttentionPlan:
         Parameters
         ----------
         q : Tensor [num_tokens, num_qo_heads, head_dim]
-            Any strides.
+            Any strides; on a GPU the innermost must be 1.
         k_pool, v_pool : Tensor [num_pages, page_size, num_kv_heads, head_dim]
-            One layer's pool, contiguous, of q's dtype. K and V of this step's tokens are in it already. KV slots that
-            the plan does not read may hold anything, also NaN.
-        sm_scale : float
-            Factor of the scores before the softmax, usually ``head_dim ** -0.5``.
+            One layer's pool, of q's dtype (or the plan's ``kv_dtype``). On the CPU contiguous; on a GPU any strides but
+            an innermost of 1. K and V of this step's tokens are in it already. KV slots that the plan does not read may
+            hold anything, also NaN.
+        sm_scale : float or float32 Tensor with one element
+            Factor of the scores before the softmax, usually ``head_dim ** -0.5``. A tensor is read on its device.
+        sinks : float32 Tensor [num_qo_heads], optional
+            Scores that enter each softmax's denominator only; given exactly if the plan was made with ``has_sinks``.
         out : Tensor like q, optional
             Contiguous. May be ``q`` itself.
         return_lse : bool, default False
@@ -96,7 +107,7 @@ class AttentionPlan:
         -------
         Tensor [num_tokens, num_qo_heads, head_dim]
             Of q's dtype; with ``return_lse`` also the log-sum-exp of the scaled scores (natural log), float32
-            ``[num_tokens, num_qo_heads]``.
+            ``[num_tokens, num_qo_heads]``. It does not count the sinks.
 
         Raises
         ------
@@ -105,14 +116,17 @@ class AttentionPlan:
         Unsupported
             The plan's backend does not serve this dtype or device.
         """
-        check_tensors(self.problem, self.num_tokens, self._num_pages, q, k_pool, v_pool, out)
+        tokens = (self.num_tokens, self.max_tokens)
+        check_tensors(self.problem, tokens, self._num_pages, self._strided, q, k_pool, v_pool, out)
+        if sinks is not None or self.problem.has_sinks or not isinstance(sm_scale, float):
+            check_scalars(self.problem, q, sm_scale, sinks)
         if torch.is_grad_enabled() and (q.requires_grad or k_pool.requires_grad or v_pool.requires_grad):
             q, k_pool, v_pool = q.detach(), k_pool.detach(), v_pool.detach()
         if out is None:
             out = q.new_empty(q.shape)
         lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
-        if self.num_tokens:
-            self._executor.run(q, k_pool, v_pool, sm_scale, out, lse)
+        if self.max_tokens:
+            self._executor.run(Tensors(q, k_pool, v_pool, out, lse, sm_scale, sinks))
         return out if lse is None else (out, lse)
 
 
@@ -123,9 +137,16 @@ def plan(
     num_kv_heads: int,
     head_dim: int,
     page_size: int,
+    dtype: torch.dtype | None = None,
+    kv_dtype: torch.dtype | None = None,
+    softcap: float = 0.0,
+    window_left: int = -1,
+    has_sinks: bool = False,
+    deterministic: bool = False,
     backend: str | None = None,
     gate: str = "auto",
     device: str | torch.device = "cpu",
+    buffers: PlanBuffers | None = None,
 ) -> AttentionPlan:
     """Plan one step's attention over a forest. Decode, verification and chunked prefill are the same call.
 
@@ -134,14 +155,30 @@ def plan(
     forest : ForestArrays
         The live paths. Rows may come in any order; depth-first is the cheapest.
     num_qo_heads, num_kv_heads, head_dim, page_size : int
+    dtype : torch.dtype, optional
+        Of q and the output. Needed on a GPU, where kernels are compiled for it.
+    kv_dtype : torch.dtype, optional
+        Of K and V, where it differs.
+    softcap : float, default 0.0
+        Scores become ``softcap * tanh(score / softcap)``; 0 is off.
+    window_left : int, default -1
+        How many tokens to the left of itself a query sees, by absolute position; -1 is off. Pages that lie wholly left
+        of every window may be ``BAD_PAGE_INDEX``.
+    has_sinks : bool, default False
+        ``run`` is given sinks.
+    deterministic : bool, default False
+        A row's bits depend on its own tokens only: not on n, the batch, its neighbours, or what is shared.
     backend : str, optional
         A backend's name pins it. ``"+a,-b"`` edits the order in which backends are asked. Default: the environment
-        variable ``RAMET_ATTENTION`` in the same notation, else the built-in order.
+        variable ``RAMET_ATTENTION`` in the same notation, else the built-in order; with ``buffers``, theirs.
     gate : {"auto", "open", "closed"}
         Which nodes are read once for all rows below them: those where the backend's measured cost says that it pays;
         every node above a leaf, even above one single row (a row's bits then do not depend on how many rows there are);
         none.
     device : str or torch.device, default "cpu"
+    buffers : PlanBuffers, optional
+        Made by :func:`plan_buffers` for the same problem. They are rewritten: a graph that captured ``run`` of an
+        earlier plan with these buffers does this plan's work from now on.
 
     Returns
     -------
@@ -150,9 +187,11 @@ def plan(
     Raises
     ------
     InvalidArgument
-        The arrays are no forest, or an argument is out of range.
+        The arrays are no forest, or an argument is out of range or not that of the buffers.
     Unsupported
         No backend (or not the pinned one) serves the problem; the message says why.
+    CapacityExceeded
+        The plan does not fit ``buffers``, which stay as they were.
 
     Examples
     --------
@@ -174,118 +213,100 @@ def plan(
     """
     if gate not in GATES:
         raise InvalidArgument(f"gate is {gate!r}{nearest(str(gate), GATES)} Allowed: {', '.join(GATES)}.")
-    problem = Problem(num_qo_heads, num_kv_heads, head_dim, page_size, torch.device(device).type)
-    chosen = select(problem, backend)
-    check_forest(forest, page_size)
-    work = build_work(forest, chosen.share_policy(problem), gate)
-    return AttentionPlan(problem, work, chosen.name, chosen.compile(work, problem))
-
-
-def build_work(forest: ForestArrays, policy: SharePolicy, gate: str = "auto") -> WorkList:
-    """Turn a checked forest into a work list: which nodes are read once, for which rows, and what each row reads."""
-    q_len = forest.cu_seqlens_q[1:] - forest.cu_seqlens_q[:-1]
-    rows = np.flatnonzero(q_len)
-    paths = _paths(forest, rows)
-    rows, paths, first = _depth_first(rows, paths, forest.num_nodes)
-    on_path = paths >= 0
-    tokens = np.zeros(forest.num_nodes + 1, np.int64)  # tokens[-1] is 0: below the end of a path
-    np.subtract(forest.node_end, forest.node_start, out=tokens[:-1])
-    below = np.bincount(paths.ravel() + 1, minlength=forest.num_nodes + 1)[1:]
-    shared, declined = _choose(forest, rows, below, tokens[:-1], policy, gate)
-    shared_at = on_path & shared[paths]  # [depth, R]
-    items_at = np.where(shared_at, (np.cumsum(shared) - 1)[paths], -1)  # ascending down each path: parents come first
-    item_node = np.flatnonzero(shared)
-    begin = first[item_node]
-    itself = np.arange(len(item_node))
-    tails = (on_path & ~shared_at).T  # row by row, each from the root to the leaf
-    tail_indptr = np.zeros(len(rows) + 1, np.int64)
-    np.cumsum(tails.sum(axis=1), out=tail_indptr[1:])
-    tail_node = paths.T[tails]
-    row_tokens = tokens[paths].sum(axis=0)
-    return WorkList(
-        forest=forest,
-        rows=rows,
-        q_begin=forest.cu_seqlens_q[:-1][rows].astype(np.int64),
-        q_len=q_len[rows].astype(np.int64),
-        end=forest.node_end[forest.row_leaf[rows]].astype(np.int64),
-        item_node=item_node,
-        item_row_begin=begin,
-        item_row_end=begin + below[item_node],
-        item_tokens=tokens[item_node],
-        item_first_slot=forest.node_first_slot[item_node].astype(np.int64),
-        item_above=np.where(items_at[:, begin] < itself, items_at[:, begin], -1).max(axis=0, initial=-1),
-        row_tokens=row_tokens,
-        row_item=items_at.max(axis=0, initial=-1),
-        tail_indptr=tail_indptr,
-        tail_node=tail_node,
-        counters=PlanCounters(
-            rows=len(rows),
-            tokens=int(forest.cu_seqlens_q[-1]),
-            shared_nodes=int((below[item_node] > 1).sum()),
-            declined_nodes=int(declined.sum()),
-            rows_sharing=int((shared_at & (below[paths] > 1)).any(axis=0).sum()),
-            kv_tokens_read=int(tokens[item_node].sum() + tokens[tail_node].sum()),
-            kv_tokens_logical=int(row_tokens.sum()),
-        ),
+    device = torch.device(device)
+    problem = Problem(
+        num_qo_heads,
+        num_kv_heads,
+        head_dim,
+        page_size,
+        device.type,
+        dtype,
+        kv_dtype,
+        softcap,
+        window_left,
+        has_sinks,
+        deterministic,
     )
-
-
-def _paths(forest: ForestArrays, rows: np.ndarray) -> np.ndarray:
-    """Nodes of each row's path from its root down, ``[depth, rows]``, with -1 below the leaf."""
-    parent = np.full(forest.num_nodes + 1, -1, np.int64)  # parent[-1] is -1: a path that has ended stays ended
-    parent[:-1] = forest.node_parent
-    level = forest.row_leaf[rows].astype(np.int64)
-    levels = []
-    while (level >= 0).any():
-        levels.append(level)
-        level = parent[level]
-    if not levels:
-        return np.empty((0, len(rows)), np.int64)
-    up = np.stack(levels)
-    length = (up >= 0).sum(axis=0)
-    if (length == len(up)).all():
-        return up[::-1]
-    source = length - 1 - np.arange(len(up))[:, None]
-    return np.where(source >= 0, np.take_along_axis(up, np.maximum(source, 0), axis=0), -1)
-
-
-def _depth_first(rows: np.ndarray, paths: np.ndarray, num_nodes: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Order the rows so that those below any node are one interval; also return where each node's interval begins.
-
-    Rows that come so ordered stay as they are.
-    """
-    first, in_order = _interval_begins(paths, num_nodes)
-    if not in_order:
-        order = np.lexsort(paths[::-1])
-        rows, paths = rows[order], paths[:, order]
-        first, _ = _interval_begins(paths, num_nodes)
-    return rows, paths, first
-
-
-def _interval_begins(paths: np.ndarray, num_nodes: int) -> tuple[np.ndarray, bool]:
-    """First row of each node's first interval, and whether no node has a second one."""
-    begins = np.ones(paths.shape, bool)
-    np.not_equal(paths[:, 1:], paths[:, :-1], out=begins[:, 1:])
-    begins &= paths >= 0
-    first = np.full(num_nodes, -1, np.int64)
-    _, at = np.nonzero(begins)
-    nodes = paths[begins]
-    first[nodes] = at
-    # A node that begins twice keeps one of its beginnings, so fewer nodes are set than intervals began.
-    return first, len(nodes) == int((first >= 0).sum())
-
-
-def _choose(
-    forest: ForestArrays, rows: np.ndarray, below: np.ndarray, tokens: np.ndarray, policy: SharePolicy, gate: str
-) -> tuple[np.ndarray, np.ndarray]:
-    """Nodes that are read once, and nodes with several rows that are not."""
-    several = below > 1
-    if gate == "open":
-        ends_here = np.zeros(forest.num_nodes, bool)
-        ends_here[forest.row_leaf[rows]] = True
-        shared = (below > 0) & (several | ~ends_here) & (tokens > 0)
-    elif gate == "closed":
-        shared = np.zeros(forest.num_nodes, bool)
+    if device.type == "cuda" and dtype is None:
+        raise InvalidArgument("dtype is None; on a GPU, plan(dtype=...) must name the dtype of q.")
+    check_forest(forest, page_size, window_left)
+    if buffers is None:
+        problem = replace(problem, max_q_len=_bound(forest))
+        chosen = select(problem, backend)
     else:
-        shared = several & ((below - 1) * tokens >= policy.min_saved_tokens) & (tokens > 0)
-    return shared, several & ~shared & (tokens > 0)
+        problem = _problem_of(buffers, problem, backend)
+        chosen = BACKENDS[buffers.backend]
+    work = build_work(forest, chosen.share_policy(problem), gate)
+    executor = chosen.compile(work, problem, device, buffers)
+    return AttentionPlan(problem, work, chosen.name, executor, buffers.capacity.tokens if buffers else None)
+
+
+def plan_buffers(
+    problem: Problem,
+    capacity: Capacity,
+    *,
+    device: str | torch.device | None = None,
+    backend: str | None = None,
+    workspace: torch.Tensor | None = None,
+) -> PlanBuffers:
+    """Make the device arrays that the plans of one captured graph share.
+
+    Parameters
+    ----------
+    problem : Problem
+        Its ``max_q_len`` should be that of the plans to come: it chooses the kernels' shapes (never results).
+    capacity : Capacity
+    device : str or torch.device, optional
+        Default: ``problem.device``.
+    backend : str, optional
+        As for :func:`plan`. All plans with these buffers use the backend that is chosen here.
+    workspace : uint8 Tensor, optional
+        Device memory of at least :func:`workspace_size` bytes, aligned to 16.
+
+    Raises
+    ------
+    Unsupported
+        No backend serves the problem, or it keeps nothing on a device.
+    InvalidArgument
+        The workspace does not do.
+
+    Examples
+    --------
+    >>> problem = Problem(4, 2, 64, 16, device="cuda", dtype=torch.bfloat16)
+    >>> buffers = plan_buffers(problem, Capacity(tokens=64, rows=64, pages=4096))  # doctest: +SKIP
+    """
+    chosen = select(problem, backend)
+    arrays = chosen.arrays(problem, capacity)
+    if arrays is None:
+        raise Unsupported(f"{chosen.name} keeps nothing on a device; call plan() without buffers.")
+    where = torch.device(problem.device if device is None else device)
+    return PlanBuffers(chosen.name, problem, capacity, arrays, where, workspace)
+
+
+def workspace_size(problem: Problem, capacity: Capacity, *, backend: str | None = None) -> int:
+    """Bytes of device memory that :func:`plan_buffers` needs; 0 for a backend that keeps nothing on a device.
+
+    Examples
+    --------
+    >>> workspace_size(Problem(4, 2, 64, 16), Capacity(tokens=64, rows=64, pages=4096), backend="cpu")
+    0
+    """
+    arrays = select(problem, backend).arrays(problem, capacity)
+    return 0 if arrays is None else arrays.nbytes()
+
+
+def _bound(forest: ForestArrays) -> int:
+    """The longest row's query tokens, rounded up to a power of two: few problems, so that choices are cached."""
+    longest = int((forest.cu_seqlens_q[1:] - forest.cu_seqlens_q[:-1]).max(initial=1))
+    return 1 << (longest - 1).bit_length()
+
+
+def _problem_of(buffers: PlanBuffers, problem: Problem, backend: str | None) -> Problem:
+    """The problem that the buffers were made for, which must be the caller's."""
+    if backend is not None and backend != buffers.backend:
+        raise InvalidArgument(f"backend is {backend!r}, but the buffers were made for {buffers.backend!r}.")
+    for field in fields(Problem):
+        asked, made = getattr(problem, field.name), getattr(buffers.problem, field.name)
+        if asked != made and field.name != "max_q_len":
+            raise InvalidArgument(f"{field.name} is {asked!r}, but the buffers were made for {made!r}.")
+    return buffers.problem

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -44,12 +45,24 @@ class Problem:
     device : str, default "cpu"
         Device type, without an index.
     dtype : torch.dtype, optional
-        Of q, K and V; None while it is not known.
+        Of q and the output; None while it is not known. Backends that compile kernels need it.
+    kv_dtype : torch.dtype, optional
+        Of K and V where it differs from ``dtype``.
+    softcap : float, default 0.0
+        Scores become ``softcap * tanh(score / softcap)``; 0 is off.
+    window_left : int, default -1
+        How many tokens to the left of itself a query sees; -1 is off.
+    has_sinks : bool, default False
+        Every query head has a sink: a score that enters the softmax's denominator only.
+    deterministic : bool, default False
+        A row's bits depend on nothing but its own tokens: not on the batch, nor on what is shared.
+    max_q_len : int, default 1
+        Most query tokens of a row, an upper bound. It changes speed, never results.
 
     Raises
     ------
     InvalidArgument
-        A number below 1, or heads that do not divide.
+        A number out of range, or heads that do not divide.
 
     Examples
     --------
@@ -63,12 +76,21 @@ class Problem:
     page_size: int
     device: str = "cpu"
     dtype: torch.dtype | None = None
+    kv_dtype: torch.dtype | None = None
+    softcap: float = 0.0
+    window_left: int = -1
+    has_sinks: bool = False
+    deterministic: bool = False
+    max_q_len: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("num_qo_heads", "num_kv_heads", "head_dim", "page_size"):
+        least = {"num_qo_heads": 1, "num_kv_heads": 1, "head_dim": 1, "page_size": 1, "window_left": -1, "max_q_len": 1}
+        for name, low in least.items():
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise InvalidArgument(f"{name} is {value!r}; it must be an integer of at least 1.")
+            if not isinstance(value, int) or isinstance(value, bool) or value < low:
+                raise InvalidArgument(f"{name} is {value!r}; it must be an integer of at least {low}.")
+        if not 0.0 <= self.softcap < math.inf:
+            raise InvalidArgument(f"softcap is {self.softcap!r}; it must be a finite number of at least 0 (0 is off).")
         if self.num_qo_heads % self.num_kv_heads:
             raise InvalidArgument(
                 f"num_qo_heads is {self.num_qo_heads}; it must be a multiple of num_kv_heads ({self.num_kv_heads})."
@@ -78,3 +100,20 @@ class Problem:
     def group_size(self) -> int:
         """Query heads that read one KV head."""
         return self.num_qo_heads // self.num_kv_heads
+
+    def options(self) -> tuple[str, ...]:
+        """Names of the features in use that not every backend has.
+
+        Examples
+        --------
+        >>> Problem(4, 2, 64, 16, softcap=30.0, window_left=127).options()
+        ('softcap', 'window_left')
+        """
+        used = {
+            "kv_dtype": self.kv_dtype not in (None, self.dtype),
+            "softcap": self.softcap > 0.0,
+            "window_left": self.window_left >= 0,
+            "sinks": self.has_sinks,
+            "deterministic": self.deterministic,
+        }
+        return tuple(name for name, on in used.items() if on)

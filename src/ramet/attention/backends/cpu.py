@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import torch
 
+from ramet.attention.backends.base import Tensors
 from ramet.attention.backends.cpu_layout import Layout, layout
 from ramet.attention.backends.cpu_tape import Recorder, Tape, compute_dtype
+from ramet.attention.buffers import Capacity, PlanBuffers
 from ramet.attention.problem import Problem, SharePolicy, Support
 from ramet.attention.work import WorkList
 from ramet.errors import Unsupported
@@ -28,10 +30,13 @@ class CpuBackend:
     """Serves tensors on the CPU."""
 
     name = "cpu"
+    strided = False
 
     def supports(self, problem: Problem) -> Support:
         if problem.device != "cpu":
             return Support(False, f"cpu serves tensors on the CPU, not on {problem.device}")
+        if problem.options():
+            return Support(False, f"cpu does not serve {', '.join(problem.options())}")
         how = "one product per shared node and one per batch of tails"
         if problem.dtype is None:
             return Support(True, how)
@@ -42,7 +47,12 @@ class CpuBackend:
     def share_policy(self, problem: Problem) -> SharePolicy:
         return SharePolicy(-(-MIN_SAVED_ELEMENTS // (problem.num_kv_heads * problem.head_dim)))
 
-    def compile(self, work: WorkList, problem: Problem) -> CpuExecutor:
+    def arrays(self, problem: Problem, capacity: Capacity) -> None:
+        return None
+
+    def compile(
+        self, work: WorkList, problem: Problem, device: torch.device, buffers: PlanBuffers | None
+    ) -> CpuExecutor:
         return CpuExecutor(layout(work, problem) if work.num_rows else Layout.empty(), problem)
 
 
@@ -55,15 +65,8 @@ class CpuExecutor:
         self.output_index = torch.from_numpy(plan.output_index)
         self._tapes: dict[torch.dtype, Tape] = {}
 
-    def run(
-        self,
-        q: torch.Tensor,
-        k_pool: torch.Tensor,
-        v_pool: torch.Tensor,
-        sm_scale: float,
-        out: torch.Tensor,
-        lse: torch.Tensor | None,
-    ) -> None:
+    def run(self, tensors: Tensors) -> None:
+        q, k_pool, v_pool, out, lse, sm_scale, _ = tensors
         tape = self._tapes.get(q.dtype) or self._record(q)
         q = q.to(tape.q.dtype)
         heads, group, head_dim = self.problem.num_kv_heads, self.problem.group_size, self.problem.head_dim
