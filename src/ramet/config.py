@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from numbers import Integral, Real
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, get_args
 
-from ramet.errors import InvalidArgument, known_fields_only
+from ramet.errors import InvalidArgument, known_fields_only, shown
 
+MAX_SEQS = 65_536
+"""Largest ``max_num_seqs``; every row takes some kilobytes of host memory whether it runs or not."""
+
+LoadFormat = Literal["auto", "dummy"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 
@@ -32,7 +38,7 @@ class EngineConfig:
     max_model_len : int, optional
         Longest prompt plus output, in tokens; the model's own limit by default.
     max_num_seqs : int, default 256
-        Samples that decode together.
+        Samples that decode together, at most 65,536.
     max_num_batched_tokens : int, default 2048
         Tokens of one step; longer prompts are prefilled in chunks.
     page_size : int, default 16
@@ -49,7 +55,7 @@ class EngineConfig:
     seed : int, default 0
         Of the keys of unseeded requests and of dummy weights.
     num_threads : int, optional
-        CPU threads; torch's own choice by default.
+        CPU threads, at most as many as there are cores; torch's own choice by default.
     tensor_parallel_size : int, default 1
         Only 1 is supported so far.
     """
@@ -58,7 +64,7 @@ class EngineConfig:
     tokenizer: str | None = None
     revision: str | None = None
     dtype: DType = "auto"
-    load_format: Literal["auto", "dummy"] = "auto"
+    load_format: LoadFormat = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
@@ -74,30 +80,55 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if isinstance(self.model, Path):
             object.__setattr__(self, "model", str(self.model))
-        if not isinstance(self.model, str) or not self.model:
-            raise InvalidArgument(f"model is {self.model!r}; allowed: a folder, a .gguf file or a name.")
-        choices: dict[str, tuple[object, ...]] = {
-            "dtype": ("auto", "float32", "bfloat16", "float16"),
-            "load_format": ("auto", "dummy"),
-            "logprobs_mode": ("raw_logprobs", "processed_logprobs"),
-            "page_size": tuple(2**k for k in range(9)),
-        }
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise InvalidArgument(f"{name} is {getattr(self, name)!r}; allowed: {', '.join(map(str, allowed))}.")
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "num_threads"):
+        for name, (low, high) in _integer_ranges().items():
+            object.__setattr__(self, name, self._integer(name, low, high))
+        for name in ("model", "tokenizer", "revision"):
             value = getattr(self, name)
-            if value is None and name not in ("max_num_seqs", "max_num_batched_tokens"):
+            if value is None and name != "model":
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise InvalidArgument(f"{name} is {value!r}; allowed: an integer of at least 1.")
-        if self.gpu_memory_utilization is not None and not 0.0 < self.gpu_memory_utilization <= 1.0:
-            raise InvalidArgument(
-                f"gpu_memory_utilization is {self.gpu_memory_utilization!r}; allowed: above 0 and up to 1."
-            )
+            if not isinstance(value, str) or not value or "\0" in value:
+                raise self._refuse(name, "a name" if name == "revision" else "a folder, a .gguf file or a name")
+        choices = {
+            "dtype": get_args(DType),
+            "load_format": get_args(LoadFormat),
+            "logprobs_mode": get_args(LogprobsMode),
+        }
+        for name, allowed in {**choices, "page_size": tuple(2**k for k in range(9))}.items():
+            if getattr(self, name) not in allowed:
+                raise self._refuse(name, ", ".join(map(str, allowed)))
+        share = self.gpu_memory_utilization
+        if share is not None and (isinstance(share, bool) or not isinstance(share, Real) or not 0.0 < share <= 1.0):
+            raise self._refuse("gpu_memory_utilization", "above 0 and up to 1")
+        if not isinstance(self.enable_prefix_caching, bool):
+            raise self._refuse("enable_prefix_caching", "True or False")
         if self.tensor_parallel_size != 1:
             raise InvalidArgument(
                 f"tensor_parallel_size is {self.tensor_parallel_size!r}; only 1 is supported so far: leave it out."
             )
-        if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not -(2**63) <= self.seed < 2**64:
-            raise InvalidArgument(f"seed is {self.seed!r}; allowed: a 64-bit integer.")
+
+    def _integer(self, name: str, low: int, high: int) -> int | None:
+        """A setting as Python's integer; NumPy's are taken too, and None where that is the default."""
+        value: Any = getattr(self, name)
+        if value is None and type(self).__dataclass_fields__[name].default is None:
+            return None
+        if not isinstance(value, Integral) or isinstance(value, bool) or not low <= int(value) <= high:
+            raise self._refuse(name, "a 64-bit integer" if name == "seed" else f"an integer from {low} to {high:,}")
+        return int(value)
+
+    def _refuse(self, name: str, allowed: str) -> InvalidArgument:
+        return InvalidArgument(f"{name} is {shown(getattr(self, name))}; allowed: {allowed}.")
+
+
+def _integer_ranges() -> dict[str, tuple[int, int]]:
+    """Smallest and largest value of every integer setting."""
+    many = 2**31 - 1
+    return {
+        "max_model_len": (1, many),
+        "max_num_seqs": (1, MAX_SEQS),
+        "max_num_batched_tokens": (1, many),
+        "page_size": (1, 256),
+        "kv_cache_memory_bytes": (1, 2**63 - 1),
+        "seed": (-(2**63), 2**64 - 1),
+        "num_threads": (1, os.cpu_count() or many),  # torch ends the process where it can't start a thread
+        "tensor_parallel_size": (1, many),
+    }

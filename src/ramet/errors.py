@@ -52,6 +52,24 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {found[0]!r}?" if found else "."
 
 
+def shown(value: object) -> str:
+    """Return a value as an error message shows it: its ``repr`` on one line, cut where it is long.
+
+    Examples
+    --------
+    >>> shown([1.5, "two"])
+    "[1.5, 'two']"
+    >>> shown("x" * 1000)[-4:], len(shown("x" * 1000))
+    ('x...', 60)
+    """
+    try:
+        text = repr(value)
+    except Exception:  # an integer of more digits than Python prints, or somebody's faulty __repr__
+        text = f"a value of type {type(value).__name__}"
+    text = " ".join(text.split())  # arrays and data frames print several lines
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
 T = TypeVar("T", bound=type)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from numbers import Integral
 from time import perf_counter
@@ -17,8 +17,8 @@ from ramet import logs
 from ramet.config import EngineConfig
 from ramet.engine.engine import Engine
 from ramet.engine.group import GroupRequest
-from ramet.engine.memory import plan_memory
-from ramet.errors import Closed, InvalidArgument
+from ramet.engine.memory import out_of_memory_in_words, plan_memory
+from ramet.errors import Closed, InvalidArgument, shown
 from ramet.frontend.client import Client, Prompt
 from ramet.frontend.interrupt import interrupt_after
 from ramet.frontend.tokenizer import load_tokenizer
@@ -66,7 +66,8 @@ class LLM:
         )
         dtype = loaded.model.dtype
         self.memory = plan_memory(self.config, loaded.spec, max_model_len=loaded.max_model_len, itemsize=dtype.itemsize)
-        self.engine = Engine(loaded.model, loaded.spec, self.config, self.memory, dtype=dtype, device=device)
+        with out_of_memory_in_words(self.config):
+            self.engine = Engine(loaded.model, loaded.spec, self.config, self.memory, dtype=dtype, device=device)
         self._client: Client | None = Client(
             self.engine, self.tokenizer, eos_token_ids=loaded.spec.eos_token_ids, seed=self.config.seed
         )
@@ -154,9 +155,10 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Sample answers to one conversation (a list of ``{"role", "content"}``) or a list of them."""
-        if not len(messages):
+        if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not len(messages):
             raise InvalidArgument(
-                "messages is empty; allowed: a list of {'role': ..., 'content': ...}, or a list of those."
+                f"messages is {shown(messages)}; allowed: a list of {{'role': ..., 'content': ...}}, or a list of "
+                "those."
             )
         conversations = [messages] if isinstance(messages[0], Mapping) else messages
         prompts = [
@@ -212,8 +214,10 @@ class LLM:
             ``position`` or ``index`` is outside the answer, or the answer was streamed with ``output_kind=DELTA``, so
             that it holds only the last of its tokens.
         """
+        if not isinstance(request, RequestOutput):
+            raise InvalidArgument(f"request is {shown(request)}; allowed: an answer of this LLM (a RequestOutput).")
         if not _is_integer(index) or not 0 <= index < len(request.outputs):
-            raise InvalidArgument(f"index is {index!r}; allowed: 0 to {len(request.outputs) - 1}.")
+            raise InvalidArgument(f"index is {shown(index)}; allowed: 0 to {len(request.outputs) - 1}.")
         if request.is_delta:
             raise InvalidArgument(
                 "the answer was streamed with output_kind=DELTA, so it holds only the last of its tokens; fork from an "
@@ -221,10 +225,10 @@ class LLM:
             )
         tokens = request.prompt_token_ids + request.outputs[index].token_ids
         if not _is_integer(position) or not 1 <= position <= len(tokens):
-            raise InvalidArgument(f"position is {position!r}; allowed: 1 to {len(tokens)} (prompt plus sample).")
-        params = sampling_params or request.sampling_params
+            raise InvalidArgument(f"position is {shown(position)}; allowed: 1 to {len(tokens)} (prompt plus sample).")
         client = self.client
-        seed = None if sampling_params is not None and sampling_params.seed is not None else request.seed
+        (params,) = self._as_params(request.sampling_params if sampling_params is None else sampling_params, 1)
+        seed = None if sampling_params is not None and params.seed is not None else request.seed
         made, output = client.request(tokens[:position], params, first_sample_id=request.sample_ids.next, seed=seed)
         request.sample_ids.next += params.n
         output.sample_ids = request.sample_ids  # forks of forks draw from the same count
@@ -308,6 +312,8 @@ class LLM:
                 self._defaults_told = True
                 told = ", ".join(f"{name}={getattr(given, name)!r} ({source})" for name, source in sources.items())
                 log.info("sampling defaults: %s", f"{told}; the rest built-in" if told else "built-in")
+        if isinstance(given, Mapping) or not isinstance(given, SamplingParams | Iterable):
+            raise InvalidArgument(f"sampling_params is {shown(given)}; allowed: SamplingParams, or a list of them.")
         params = [given] * count if isinstance(given, SamplingParams) else list(given)
         if len(params) != count:
             raise InvalidArgument(
@@ -315,7 +321,7 @@ class LLM:
             )
         for p in params:
             if not isinstance(p, SamplingParams):
-                raise InvalidArgument(f"sampling_params has {p!r}; allowed: SamplingParams.")
+                raise InvalidArgument(f"sampling_params has {shown(p)}; allowed: SamplingParams.")
             if p.greedy and p.n > 1 and not self._greedy_copies_noted:
                 self._greedy_copies_noted = True
                 log.warning("temperature is 0 and n is %d: computed once, the samples are equal copies", p.n)
@@ -333,7 +339,7 @@ def _as_prompts(prompts: Any) -> list[Prompt]:
     if hasattr(prompts, "tolist"):
         prompts = prompts.tolist()
     if not isinstance(prompts, Sequence):
-        raise InvalidArgument(f"prompts is {prompts!r}; allowed: text, token ids, a mapping, or a list of them.")
+        raise InvalidArgument(f"prompts is {shown(prompts)}; allowed: text, token ids, a mapping, or a list of them.")
     if len(prompts) and all(isinstance(p, Integral) for p in prompts):
         return [list(prompts)]
     if not len(prompts):

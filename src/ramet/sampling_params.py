@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
-from ramet.errors import InvalidArgument, Unsupported, known_fields_only
+from ramet.errors import InvalidArgument, Unsupported, known_fields_only, shown
 
 MAX_N = 16_384
 """Largest ``n`` of one request; more is almost surely a mistake (the server's ``max_n``)."""
@@ -58,7 +58,7 @@ class SamplingParams:
     presence_penalty, frequency_penalty : float, default 0.0
         In [-2, 2]; on generated tokens.
     repetition_penalty : float, default 1.0
-        Above 0; on prompt and generated tokens.
+        1e-4 to 1e4; on prompt and generated tokens.
     logit_bias : dict of int to float, optional
         Added to the logits of these ids, each in [-100, 100].
     allowed_token_ids : list of int, optional
@@ -153,18 +153,13 @@ _NUMBERS = {
     ),
     "presence_penalty": _Range(float, -2.0, 2.0, "a number from -2 to 2"),
     "frequency_penalty": _Range(float, -2.0, 2.0, "a number from -2 to 2"),
-    "repetition_penalty": _Range(float, 0.0, 1e4, "a number above 0 (1 = off)", open_below=True),
+    "repetition_penalty": _Range(float, 1e-4, 1e4, "a number from 0.0001 to 10,000 (1 = off)"),
 }
 _LISTS = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words")
 
 
 def _refuse(name: str, value: object, allowed: str) -> InvalidArgument:
-    return InvalidArgument(f"{name} is {_shown(value)}; allowed: {allowed}.")
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 and text.isprintable() else f"{ascii(value)[:57]}..."
+    return InvalidArgument(f"{name} is {shown(value)}; allowed: {allowed}.")
 
 
 def _is_int(value: object) -> bool:

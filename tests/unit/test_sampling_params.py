@@ -62,7 +62,7 @@ def test_the_ends_of_the_ranges_are_allowed_and_what_is_beyond_is_not() -> None:
         "max_tokens": ([0, None], [-1]),
         "seed": ([-(2**63), 2**64 - 1, None], [-(2**63) - 1, 2**64]),
         "presence_penalty": ([-2, 2], [-2.1, 2.1]),
-        "repetition_penalty": ([1e-9, 1e4], [0, -1]),
+        "repetition_penalty": ([1e-4, 1e4], [0, -1, 1e-300, 1e5]),
     }
     for name, (good, bad) in ends.items():
         for value in good:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import psutil
@@ -75,7 +77,8 @@ def plan_memory(config: EngineConfig, spec: ModelSpec, *, max_model_len: int, it
     Raises
     ------
     OutOfMemory
-        The pool would be smaller than one sequence of ``max_model_len``, if that was given, or than two pages.
+        The pool would be smaller than one sequence of ``max_model_len``, if that was given, or than two pages; or
+        larger than the machine's memory.
     """
     page_bytes = kv_bytes_per_token(spec, itemsize) * config.page_size
     free = psutil.virtual_memory().available
@@ -85,6 +88,10 @@ def plan_memory(config: EngineConfig, spec: ModelSpec, *, max_model_len: int, it
         budget, source = int(free * config.gpu_memory_utilization), "gpu_memory_utilization of the free memory"
     else:
         budget, source = min(free // 2, CPU_POOL_LIMIT), "default: half of the free memory, 4 GiB at most"
+    if budget > psutil.virtual_memory().total:
+        raise OutOfMemory(
+            f"{source} gives {budget:,} bytes of KV pool; this machine has {psutil.virtual_memory().total:,}: lower it."
+        )
     num_pages = budget // page_bytes
     wanted = max_model_len
     # One page more than the tokens fill: a sample's tail starts in a page of its own.
@@ -103,3 +110,17 @@ def plan_memory(config: EngineConfig, spec: ModelSpec, *, max_model_len: int, it
         page_size=config.page_size,
         source=source,
     )
+
+
+@contextmanager
+def out_of_memory_in_words(config: EngineConfig) -> Iterator[None]:
+    """Turn a failed allocation into an :class:`OutOfMemory` that names the settings an engine's size comes from."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "allocate" not in str(error):  # how torch says it on a CPU
+            raise
+        raise OutOfMemory(
+            "the engine's arrays do not fit into memory: lower kv_cache_memory_bytes, max_model_len or max_num_seqs "
+            f"({config.max_num_seqs:,})."
+        ) from None

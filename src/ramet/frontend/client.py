@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 
 from ramet.engine.engine import Engine
 from ramet.engine.group import Event, GroupEvent, GroupRequest, SampleEvent, SampleLog
-from ramet.errors import InvalidArgument
+from ramet.errors import InvalidArgument, shown
 from ramet.frontend.detokenizer import IncrementalDetokenizer
 from ramet.frontend.tokenizer import Tokenizer
 from ramet.outputs import CompletionOutput, RequestOutput, SampleIds, TokenLogprobs
@@ -283,18 +283,21 @@ class Client:
 def _as_ids(value: Any) -> list[int]:
     if isinstance(value, np.ndarray) or hasattr(value, "tolist"):
         value = value.tolist()
-    if not isinstance(value, Sequence | Iterable) or isinstance(value, str | bytes):
-        raise InvalidArgument(f"the prompt is {value!r}; allowed: text, or a list of token ids.")
+    if not isinstance(value, Iterable) or isinstance(value, str | bytes | Mapping | Set):
+        raise InvalidArgument(f"the prompt is {shown(value)}; allowed: text, or a list of token ids.")
     ids = list(value)
     for token in ids:
         if not isinstance(token, Integral) or isinstance(token, bool):
-            raise InvalidArgument(f"the prompt has the token id {token!r}; allowed: integers.")
+            raise InvalidArgument(f"the prompt has the token id {shown(token)}; allowed: integers.")
     return [int(token) for token in ids]  # NumPy's integers among them
 
 
 def _as_array(ids: list[int]) -> np.ndarray:
-    """int32 array of ids; what int32 can't hold becomes -1, which the engine refuses as outside the vocabulary."""
-    return np.array([token if 0 <= token < 2**31 else -1 for token in ids], np.int32)
+    """int32 array of ids. The engine compares them with the vocabulary; what int32 can't hold is outside of any."""
+    for token in ids:
+        if not 0 <= token < 2**31:
+            raise InvalidArgument(f"prompt token id {shown(token)} is not in the vocabulary; allowed: 0 and above.")
+    return np.array(ids, np.int32)
 
 
 def _fresh_seed(seed: int, number: int) -> int:

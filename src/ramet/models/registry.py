@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from ramet.config import EngineConfig
-from ramet.errors import ModelError, Unsupported, nearest
+from ramet.errors import ModelError, Unsupported, nearest, shown
 from ramet.models.dense import DenseDecoder
 from ramet.models.dummy import DummyWeights
 from ramet.models.files import ModelFiles
@@ -64,11 +64,15 @@ def resolve(name: str, revision: str | None = None, *, weights: bool = True) -> 
     path = Path(name).expanduser()
     if name in LOCAL_NAMES:
         return ModelFiles(name=name, gguf=_local(name))
-    if path.is_file():
+    try:
+        is_file, is_folder = path.is_file(), path.is_dir()
+    except OSError as error:  # too long a name, or a folder above it that may not be read
+        raise ModelError(f"model {shown(name)} cannot be read: {error.strerror}.") from None
+    if is_file:
         if path.suffix != ".gguf":
             raise ModelError(f"{name} is a file; allowed: a folder with config.json, or a .gguf file.")
         return ModelFiles(name=name, gguf=path)
-    if path.is_dir():
+    if is_folder:
         return _folder(name, path)
     if HUB_NAME.fullmatch(name) and path.suffix != ".gguf":
         from ramet.models.hub import download
