@@ -22,7 +22,7 @@ from cpu_report import Measurement, Report, hardware, software
 from peers.catalogue import chosen
 from peers.protocol import Job, Setup
 from peers.weights import prepare
-from peers.workers import ROOT, Worker, WorkerError
+from peers.workers import PRECISIONS, ROOT, Peer, Worker, WorkerError
 from ramet import EngineConfig
 from ramet.bench.floor import Costs, Floor, linear_seconds, measure_rates, workload_floor
 from ramet.bench.workload import Workload
@@ -104,12 +104,12 @@ def measure_case(workers: list[Worker], case: Case, repeats: int) -> list[Measur
     ]
 
 
-def measure_floors(cases: tuple[Case, ...]) -> dict[str, dict[str, Floor]]:
-    """Measure this CPU's rates and the model's matmuls; return the floors by precision and case."""
+def measure_floors(cases: tuple[Case, ...], peers: tuple[Peer, ...]) -> dict[str, dict[str, Floor]]:
+    """Measure this CPU's rates and the model's matmuls; return the floors by precision of the engines and case."""
     floors: dict[str, dict[str, Floor]] = {}
-    configs = {"bf16": EngineConfig(model=MODEL, dtype="bfloat16"), "fp32": EngineConfig(model=MODEL, dtype="float32")}
-    for name, config in configs.items():
-        model = load_model(config).model
+    for dtype in sorted({peer.dtype for peer in peers}):
+        name = PRECISIONS[dtype]
+        model = load_model(EngineConfig(model=MODEL, dtype=dtype)).model
         costs = Costs(model.spec, model.dtype, measure_rates(model.dtype))
         gemm = partial(linear_seconds, model)
         floors[name] = {
@@ -119,10 +119,10 @@ def measure_floors(cases: tuple[Case, ...]) -> dict[str, dict[str, Floor]]:
     return floors
 
 
-def start_workers(selection: str, threads: int, *, max_model_len: int) -> tuple[list[Worker], list[str]]:
+def start_workers(peers: tuple[Peer, ...], threads: int, *, max_model_len: int) -> tuple[list[Worker], list[str]]:
     """Start the chosen engines; one that can't be started is reported and left out."""
     workers, missing = [], []
-    for peer in chosen(selection):
+    for peer in peers:
         weights = str(prepare(ROOT / "build" / "bench", peer.weights))
         try:
             worker = Worker(peer, Setup(peer.dtype, threads, weights, max_model_len))
@@ -152,10 +152,9 @@ def main() -> None:
     wanted = {int(n) for n in args.cases.split(",") if n}
     cases = tuple(c for c in CASES if not wanted or c.n in wanted)
     torch.set_num_threads(args.threads)
-    floors = measure_floors(cases)
-    workers, missing = start_workers(
-        args.peers, args.threads, max_model_len=max(c.prompt + c.new_tokens for c in cases)
-    )
+    peers = chosen(args.peers)  # before minutes of measuring: a misspelt name ends here
+    floors = measure_floors(cases, peers)
+    workers, missing = start_workers(peers, args.threads, max_model_len=max(c.prompt + c.new_tokens for c in cases))
     try:
         greedy = {w.peer.label: matching_greedy_tokens(w) for w in workers}
         measurements = [m for case in cases for m in measure_case(workers, case, args.repeats)]

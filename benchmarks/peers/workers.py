@@ -14,6 +14,7 @@ from typing import Any
 from peers.protocol import Answer, Job, Setup
 
 ROOT = Path(__file__).resolve().parents[2]
+PRECISIONS = {"bfloat16": "bf16", "float32": "fp32"}  #: names of the dtypes in tables
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Peer:
 
     @property
     def label(self) -> str:
-        return f"{self.name} {'fp32' if self.dtype == 'float32' else 'bf16'}"
+        return f"{self.name} {PRECISIONS[self.dtype]}"
 
     def is_able(self, prefill_tokens: int) -> bool:
         """Whether it takes part in a case of so many tokens, each sample's prompt counted."""
