@@ -286,7 +286,8 @@ class LLM:
 
     def reset_prefix_cache(self) -> int:
         """Forget every cached prefix that is not in use; returns the pages freed."""
-        return self.client.engine.reset_prefix_cache()
+        _ = self.client  # raises after close()
+        return self.engine.reset_prefix_cache()
 
     # ---- end -------------------------------------------------------------------------------------------------
 
@@ -334,7 +335,7 @@ def _is_integer(value: object) -> bool:
 
 def _as_prompts(prompts: Any) -> list[Prompt]:
     """One prompt or many: a list of integers is one."""
-    if isinstance(prompts, str | bytes | Mapping):
+    if isinstance(prompts, str | bytes | bytearray | memoryview | Mapping):
         return [prompts]  # the client refuses bytes
     if hasattr(prompts, "tolist"):
         prompts = prompts.tolist()

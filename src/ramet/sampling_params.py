@@ -170,6 +170,14 @@ def _is_real(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
+def _is_text(value: object) -> bool:
+    """Whether it is a string with something in it and without lone surrogates, which no text and no file can hold."""
+    try:
+        return isinstance(value, str) and bool(value.encode())
+    except UnicodeEncodeError:
+        return False
+
+
 def _plain_number(name: str, value: Any) -> int | float | None:
     """A number in its range as Python's own kind; NumPy's are taken too."""
     kind, low, high, allowed, optional, open_below = _NUMBERS[name]
@@ -184,7 +192,7 @@ def _plain_number(name: str, value: Any) -> int | float | None:
 def _plain_list(name: str, value: Any) -> tuple[Any, ...] | None:
     """A list of strings or token ids as a tuple; a single string is a list of one."""
     words = name in ("stop", "bad_words")
-    allowed = "non-empty strings" if words else "a list of token ids (integers of at least 0)"
+    allowed = "non-empty strings of valid Unicode" if words else "a list of token ids (integers of at least 0)"
     if value is None:
         return None if name == "allowed_token_ids" else ()
     if isinstance(value, str) and words:
@@ -193,7 +201,7 @@ def _plain_list(name: str, value: Any) -> tuple[Any, ...] | None:
         raise _refuse(name, value, allowed)
     items = tuple(value)
     for item in items:
-        if (not isinstance(item, str) or not item) if words else (not _is_int(item) or item < 0):
+        if not (_is_text(item) if words else _is_int(item) and item >= 0):
             raise _refuse(name, item, allowed)
     if name == "allowed_token_ids" and not items:
         raise _refuse(name, [], "None or at least one token id")
@@ -224,7 +232,7 @@ def _check_together(p: SamplingParams) -> None:
         raise _refuse("detokenize", False, "True when stop or bad_words are given, since they are strings")
     if p.structured_outputs is not None:
         raise Unsupported("structured_outputs is not supported yet; leave it None.")
-    if p.cache_salt is not None and (not isinstance(p.cache_salt, str) or not p.cache_salt):
-        raise _refuse("cache_salt", p.cache_salt, "None or a non-empty string")
+    if p.cache_salt is not None and not _is_text(p.cache_salt):
+        raise _refuse("cache_salt", p.cache_salt, "None or a non-empty string of valid Unicode")
     if not isinstance(p.output_kind, RequestOutputKind):
         raise _refuse("output_kind", p.output_kind, "a RequestOutputKind")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -12,7 +12,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ramet.errors import InvalidArgument, Unsupported
+from ramet.errors import InvalidArgument, Unsupported, shown
 
 Message = Mapping[str, Any]
 
@@ -88,7 +88,7 @@ class ChatTemplate:
         try:
             self._template = _environment(now).from_string(source)
         except TemplateError as error:
-            raise InvalidArgument(f"the chat template cannot be compiled: {error}.") from None
+            raise InvalidArgument(f"the chat template cannot be compiled: {_line(error)}.") from None
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any) -> str:
         """Return the prompt for a conversation.
@@ -114,23 +114,27 @@ class ChatTemplate:
                 messages=list(messages), add_generation_prompt=add_generation_prompt, **context
             )
         except TemplateError as error:
-            raise InvalidArgument(f"the chat template refuses the messages: {error}.") from None
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
-            raise InvalidArgument(f"the chat template fails on the messages: {error}.") from None
+            raise InvalidArgument(f"the chat template refuses the messages: {_line(error)}.") from None
+        except Exception as error:  # it is a program of the model's author, which can fail in any way
+            raise InvalidArgument(f"the chat template fails on the messages: {_line(error)}.") from None
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def check_messages(messages: object) -> None:
     """Refuse what is not a list of ``{"role": ..., "content": ...}``."""
-    if not isinstance(messages, Iterable) or isinstance(messages, str | Mapping) or not list(messages):
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not len(messages):
         raise InvalidArgument(
-            f"messages is {messages!r}; allowed: a non-empty list of {{'role': ..., 'content': ...}}."
+            f"messages is {shown(messages)}; allowed: a non-empty list of {{'role': ..., 'content': ...}}."
         )
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise InvalidArgument(f"messages[{i}] is {message!r}; allowed: {{'role': ..., 'content': ...}}.")
+            raise InvalidArgument(f"messages[{i}] is {shown(message)}; allowed: {{'role': ..., 'content': ...}}.")
         content = message.get("content")
         if content is not None and not isinstance(content, str | list):
-            raise InvalidArgument(f"messages[{i}]['content'] is {content!r}; allowed: a string.")
+            raise InvalidArgument(f"messages[{i}]['content'] is {shown(content)}; allowed: a string.")
 
 
 def choose_template(value: object, name: str = "default") -> str:

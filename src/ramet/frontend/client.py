@@ -22,6 +22,9 @@ from ramet.sampling_params import RequestOutputKind, SamplingParams
 _OWN_IDS = "request-"
 """With this begin the ids of requests that their caller gave none."""
 
+_NO_LISTS = str | bytes | bytearray | memoryview | Mapping | Set
+"""Can be iterated over, but are no lists of ids."""
+
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
@@ -81,9 +84,14 @@ class Client:
                 raise InvalidArgument(
                     f"the prompt has the keys {keys}; allowed: 'prompt' (text) or 'prompt_token_ids' (ids)."
                 )
-            text = prompt.get("prompt")
-            ids = prompt.get("prompt_token_ids")
-            return (text, _as_ids(ids)) if ids is not None else self.tokenize(text)  # type: ignore[arg-type]
+            text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+            if ids is None:
+                return self.tokenize(text)  # type: ignore[arg-type]
+            if text is not None and not isinstance(text, str):
+                raise InvalidArgument(
+                    f"the prompt is {shown(text)} besides its token ids; allowed: None, or their text."
+                )
+            return text, _as_ids(ids)
         if isinstance(prompt, str):
             return prompt, self.tokenizer.encode(prompt)
         return None, _as_ids(prompt)
@@ -283,7 +291,7 @@ class Client:
 def _as_ids(value: Any) -> list[int]:
     if isinstance(value, np.ndarray) or hasattr(value, "tolist"):
         value = value.tolist()
-    if not isinstance(value, Iterable) or isinstance(value, str | bytes | Mapping | Set):
+    if not isinstance(value, Iterable) or isinstance(value, _NO_LISTS):
         raise InvalidArgument(f"the prompt is {shown(value)}; allowed: text, or a list of token ids.")
     ids = list(value)
     for token in ids:
@@ -294,9 +302,9 @@ def _as_ids(value: Any) -> list[int]:
 
 def _as_array(ids: list[int]) -> np.ndarray:
     """int32 array of ids. The engine compares them with the vocabulary; what int32 can't hold is outside of any."""
-    for token in ids:
-        if not 0 <= token < 2**31:
-            raise InvalidArgument(f"prompt token id {shown(token)} is not in the vocabulary; allowed: 0 and above.")
+    for token in (min(ids, default=0), max(ids, default=0)):
+        if not -(2**31) <= token < 2**31:
+            raise InvalidArgument(f"prompt token id {shown(token)} is not in the vocabulary; allowed: 32-bit integers.")
     return np.array(ids, np.int32)
 
 

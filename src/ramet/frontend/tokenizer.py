@@ -87,7 +87,7 @@ class Tokenizer:
             found = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
         except (UnicodeEncodeError, TypeError):  # what the library raises for a lone surrogate
             bad = next((t for t in texts if not _is_valid(t)), "")
-            raise InvalidArgument(f"a prompt is not valid Unicode (a lone surrogate): {bad[:40]!r}.") from None
+            raise InvalidArgument(f"{bad[:40]!r} is no valid Unicode (a lone surrogate); allowed: text.") from None
         ids = [encoding.ids for encoding in found]
         return [self._wrap(one) for one in ids] if add_special_tokens else ids
 
