@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ramet.llm import LLM
     from ramet.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
     from ramet.sampling_params import RequestOutputKind, SamplingParams
+    from ramet.structured_outputs import StructuredOutputsParams
 
 __version__ = "0.1.0"
 
@@ -27,6 +28,7 @@ _PLACES = {
     "TokenLogprobs": "outputs",
     "RequestOutputKind": "sampling_params",
     "SamplingParams": "sampling_params",
+    "StructuredOutputsParams": "structured_outputs",
 }
 
 __all__ = [
@@ -38,6 +40,7 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "StructuredOutputsParams",
     "TokenLogprobs",
     "__version__",
 ]

@@ -17,7 +17,23 @@ class RametError(Exception):
 
 
 class InvalidArgument(RametError, ValueError):
-    """An argument or a field has a value that is not allowed."""
+    """An argument or a field has a value that is not allowed.
+
+    Attributes
+    ----------
+    prompt : int, optional
+        Which one of several prompts of a call it is about; then the message begins with it.
+    """
+
+    prompt: int | None = None
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        return text if self.prompt is None else f"prompts[{self.prompt}]: {text}"
+
+
+class TooLong(InvalidArgument):
+    """A prompt, or what is to follow it, does not fit the longest sequence that the engine has room for."""
 
 
 class Unsupported(RametError, ValueError):
@@ -38,6 +54,10 @@ class CapacityExceeded(RametError):
 
 class Closed(RametError):
     """The engine was closed; no further call is possible."""
+
+
+class EngineDead(Closed):
+    """The engine's process or thread ended by itself; the message says how, and what it logged last."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
-from ramet.errors import InvalidArgument, Unsupported, known_fields_only, shown
+from ramet.errors import InvalidArgument, known_fields_only, shown
+from ramet.structured_outputs import StructuredOutputsParams
 
 MAX_N = 16_384
 """Largest ``n`` of one request; more is almost surely a mistake (the server's ``max_n``)."""
@@ -69,8 +70,8 @@ class SamplingParams:
     include_stop_str_in_output : bool, default False
     detokenize : bool, default True
         False returns token ids only (``text`` is empty); not together with ``stop`` or ``bad_words``.
-    structured_outputs : object, optional
-        Refused for now.
+    structured_outputs : StructuredOutputsParams, optional
+        The form that every sample's text must have.
     output_kind : RequestOutputKind, default CUMULATIVE
     cache_salt : str, optional
         Requests share cached prefixes only with requests of the same salt.
@@ -108,7 +109,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     detokenize: bool = True
-    structured_outputs: Any = None
+    structured_outputs: StructuredOutputsParams | None = None
     output_kind: RequestOutputKind = field(default=RequestOutputKind.CUMULATIVE)
     cache_salt: str | None = None
 
@@ -231,7 +232,10 @@ def _check_together(p: SamplingParams) -> None:
     if not p.detokenize and (p.stop or p.bad_words):
         raise _refuse("detokenize", False, "True when stop or bad_words are given, since they are strings")
     if p.structured_outputs is not None:
-        raise Unsupported("structured_outputs is not supported yet; leave it None.")
+        if not isinstance(p.structured_outputs, StructuredOutputsParams):
+            raise _refuse("structured_outputs", p.structured_outputs, "None or a StructuredOutputsParams")
+        if p.ignore_eos:
+            raise _refuse("ignore_eos", True, "False with structured_outputs, whose texts end where their grammar does")
     if p.cache_salt is not None and not _is_text(p.cache_salt):
         raise _refuse("cache_salt", p.cache_salt, "None or a non-empty string of valid Unicode")
     if not isinstance(p.output_kind, RequestOutputKind):

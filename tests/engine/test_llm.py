@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from ramet import LLM, RametError, SamplingParams
-from ramet.errors import Closed, InvalidArgument, ModelError, OutOfMemory, Unsupported
+from ramet.errors import Closed, InvalidArgument, ModelError, OutOfMemory
 
 pytestmark = pytest.mark.model
 
@@ -114,8 +114,6 @@ def test_bad_input_is_one_clear_line_and_loses_nothing(llm: LLM) -> None:
 
 
 def test_errors_have_their_kind() -> None:
-    with pytest.raises(Unsupported):
-        SamplingParams(structured_outputs={"json": {}})
     with pytest.raises(OutOfMemory, match="kv_cache_memory_bytes"):
         LLM("smollm2-135m", kv_cache_memory_bytes=1)
     with pytest.raises(ModelError):

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ramet.errors import InvalidArgument, RametError, Unsupported
+from ramet.errors import InvalidArgument
 from ramet.sampling_params import MAX_N, SamplingParams
+from ramet.structured_outputs import StructuredOutputsParams
 
 INTEGERS = ["n", "top_k", "max_tokens", "min_tokens", "seed", "logprobs", "prompt_logprobs"]
 REALS = ["temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"]
@@ -121,7 +122,8 @@ def test_what_does_not_fit_is_refused_by_name(wrong: dict[str, Any]) -> None:
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 700
 
 
-def test_structured_outputs_are_known_but_not_supported() -> None:
-    with pytest.raises(Unsupported, match="structured_outputs") as caught:
+def test_structured_outputs_are_an_object_of_their_own_and_end_where_their_grammar_does() -> None:
+    with pytest.raises(InvalidArgument, match="StructuredOutputsParams"):
         SamplingParams(structured_outputs={"json": {}})
-    assert isinstance(caught.value, RametError)
+    with pytest.raises(InvalidArgument, match="ignore_eos"):
+        SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True), ignore_eos=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from time import monotonic
+
 import numpy as np
 
 from ramet.engine.group import EMPTY_LOG, Event, Group, GroupEvent, Sample, SampleEvent, SampleLog
@@ -34,10 +36,14 @@ class Committer:
         if sampled.top is not None and sampled.ranks is not None:
             self._record_tops(plan, valid, sampled.top, sampled.ranks)
         self.scheduler.sampling.record(slots, tokens)
+        for start in plan.starts:
+            times = start.admission.group.times
+            times.first_token = times.first_token or monotonic()
         stats.sampled_tokens += len(slots)
         stopped, limited = rows.hit_stop(slots, tokens), rows.hit_limit(slots)
         events: list[Event] = []
-        for slot in plan.sample_slots[sampled.token_ids < 0].tolist():  # nothing to draw; the others go on
+        # Nothing to draw, or a matcher that takes back what its mask allowed: those end, the others go on.
+        for slot in [*plan.sample_slots[sampled.token_ids < 0].tolist(), *self._refused(slots, tokens)]:
             sample = rows.samples[slot]
             if sample is not None and not sample.finished:
                 self.abort(sample, events)
@@ -52,6 +58,15 @@ class Committer:
                     if not sample.finished:  # by an abort
                         self.finish(sample, "length", None, "", events)
         return events
+
+    def _refused(self, slots: np.ndarray, tokens: np.ndarray) -> list[int]:
+        """Let the matchers of structured outputs follow; returns the slots whose token is against their grammar."""
+        refused = []
+        for i in np.flatnonzero(self.rows.constrained[slots]).tolist():
+            sample = self.rows.samples[slots[i]]
+            if sample is not None and sample.matcher is not None and not sample.matcher.accept(int(tokens[i])):
+                refused.append(int(slots[i]))
+        return refused
 
     def _attend_to(self, sample: Sample, token: int, stopped: bool, limited: bool, events: list[Event]) -> None:
         request = sample.group.request
@@ -116,7 +131,7 @@ class Committer:
         wanted = group.request.params.prompt_logprobs is not None
         # an abort may come before all of the prompt is scored: there is no half an answer
         scores = _join(group.prompt_scores) if wanted and group.num_scored == group.prompt_len - 1 else None
-        return GroupEvent(group.request.request_id, group.num_cached_tokens or 0, scores)
+        return GroupEvent(group.request.request_id, group.num_cached_tokens or 0, scores, group.times)
 
 
 def _join(scores: list[SampleLog]) -> SampleLog:

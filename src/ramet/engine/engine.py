@@ -12,6 +12,7 @@ import torch
 from ramet.attention import AttentionPlan
 from ramet.cache import Forest, PagePool, TailTable
 from ramet.config import EngineConfig
+from ramet.engine.checks import check_request
 from ramet.engine.commit import Committer
 from ramet.engine.group import Event, Group, GroupEvent, GroupRequest, Sample, SampleEvent, SampleLog
 from ramet.engine.memory import MemoryPlan
@@ -65,6 +66,7 @@ class Engine:
         num_slots = config.max_num_seqs + min(config.max_num_seqs, MAX_PREFILLS)
         tails = TailTable(num_slots, memory.max_model_len, memory.page_size)
         self.spec, self.memory = spec, memory
+        self.max_model_len, self.vocab_size = memory.max_model_len, spec.vocab_size
         self.stats = EngineStats()
         self.forest = Forest(PagePool(memory.num_pages), tails, keep_unused=config.enable_prefix_caching)
         self.rows = RowTable(tails)
@@ -94,6 +96,7 @@ class Engine:
             plan = self.scheduler.plan()
             clock.append(perf_counter())
             batch = self.runner.load(plan)
+            self._constrain(batch.sampling)
             clock.append(perf_counter())
             logits = self.runner.forward(batch)
             clock.append(perf_counter())
@@ -163,27 +166,15 @@ class Engine:
 
     def check(self, request: GroupRequest) -> None:
         """Refuse a request that could never be served (see :meth:`add`)."""
-        ids = request.prompt_token_ids
         if request.request_id in self.groups:
             raise InvalidArgument(f"request_id {request.request_id!r} is in use; choose another.")
-        if len(ids) == 0:
-            raise InvalidArgument("the prompt is empty; allowed: at least one token.")
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= self.spec.vocab_size:
-            bad = low if low < 0 else high
-            raise InvalidArgument(
-                f"prompt token id {bad} is not in the vocabulary; allowed: 0 to {self.spec.vocab_size - 1}."
-            )
-        limit = self.memory.max_model_len
-        if len(ids) + request.max_tokens > limit or len(ids) >= limit + (request.max_tokens == 0):
-            raise InvalidArgument(
-                f"the prompt has {len(ids)} tokens and max_tokens is {request.max_tokens}; together at most {limit} "
-                "(max_model_len) are allowed: shorten the prompt or raise max_model_len."
-            )
-        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-            for token in getattr(request.params, name) or ():
-                if token >= self.spec.vocab_size:
-                    raise InvalidArgument(f"{name} has {token}; allowed: 0 to {self.spec.vocab_size - 1}.")
+        check_request(request, vocab_size=self.spec.vocab_size, max_model_len=self.max_model_len)
+
+    def _constrain(self, batch: SampleBatch) -> None:
+        """Let the grammars of structured outputs say which tokens may come."""
+        found = self.rows.token_mask(batch.slots, self.spec.vocab_size)
+        if found is not None:
+            batch.token_mask, batch.masked_rows = found
 
     def _count(self, plan: StepPlan, work: AttentionPlan | None, clock: list[float]) -> None:
         stats = self.stats
@@ -220,8 +211,7 @@ def sample_who_can(sampler: Sampler, logits: torch.Tensor, batch: SampleBatch) -
     except NothingToSample as error:
         log.error("%s The samples in these slots are aborted.", error)
         rest = np.setdiff1d(np.arange(len(batch.slots)), error.rows)
-        names = ("slots", "logit_index", "positions", "num_output_tokens")
-        some = sample_who_can(sampler, logits, replace(batch, **{name: getattr(batch, name)[rest] for name in names}))
+        some = sample_who_can(sampler, logits, _part(batch, rest))
 
     def spread(values: np.ndarray | None, fill: float) -> np.ndarray | None:
         if values is None:
@@ -234,3 +224,14 @@ def sample_who_can(sampler: Sampler, logits: torch.Tensor, batch: SampleBatch) -
     assert token_ids is not None
     top = None if some.top is None else some.top._replace(rows=rest[some.top.rows])
     return SampledTokens(token_ids, spread(some.logprobs, np.nan), spread(some.ranks, -1), top)
+
+
+def _part(batch: SampleBatch, rows: np.ndarray) -> SampleBatch:
+    """Some rows of a batch, with their masks."""
+    names = ("slots", "logit_index", "positions", "num_output_tokens")
+    part = replace(batch, **{name: getattr(batch, name)[rows] for name in names})
+    if batch.masked_rows is not None and batch.token_mask is not None:
+        kept = np.isin(batch.masked_rows, rows)
+        part.token_mask = batch.token_mask[kept]
+        part.masked_rows = np.searchsorted(rows, batch.masked_rows[kept])
+    return part

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from time import monotonic
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy as np
 from ramet.cache import Identity, Run
 from ramet.outputs import FinishReason
 from ramet.sampling.stops import TextWatcher
+from ramet.sampling.structured import TokenMatcher
 from ramet.sampling_params import SamplingParams
 
 
@@ -40,6 +42,8 @@ class GroupRequest:
         Makes the object that follows a sample's text for stop strings; None without stop strings.
     streams : bool, default False
         Send an event for every step, not only at the end.
+    grammar : callable, optional
+        Makes the object that says which tokens may come next in a sample; None without structured outputs.
     """
 
     request_id: str
@@ -52,6 +56,7 @@ class GroupRequest:
     bad_words_ids: list[list[int]] = field(default_factory=list)
     watch: Callable[[], TextWatcher] | None = None
     streams: bool = False
+    grammar: Callable[[], TokenMatcher] | None = None
 
 
 class SampleLog(NamedTuple):
@@ -65,6 +70,15 @@ class SampleLog(NamedTuple):
 
 
 EMPTY_LOG = SampleLog(np.empty(0, np.int32), None, None, None, None)
+
+
+@dataclass(slots=True)
+class GroupTimes:
+    """When things happened to a group, by ``time.monotonic()``; None where they did not."""
+
+    added: float = 0.0
+    scheduled: float | None = None  #: its prompt was found, or began to be computed
+    first_token: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +103,7 @@ class GroupEvent:
     request_id: str
     num_cached_tokens: int
     prompt_logprobs: SampleLog | None
+    times: GroupTimes
 
 
 Event = SampleEvent | GroupEvent
@@ -103,7 +118,7 @@ class Sample:
         The answers it gives: one, or all n of a greedy group, whose samples are equal.
     """
 
-    __slots__ = ("finished", "group", "indices", "log", "number", "slot", "watcher")
+    __slots__ = ("finished", "group", "indices", "log", "matcher", "number", "slot", "watcher")
 
     def __init__(self, group: Group, number: int, indices: list[int]) -> None:
         self.group, self.number, self.indices = group, number, indices
@@ -112,6 +127,7 @@ class Sample:
         self.finished = False
         watch = group.request.watch
         self.watcher: TextWatcher | None = watch() if watch is not None else None
+        self.matcher: TokenMatcher | None = None  # made when it first runs
 
     @property
     def age(self) -> tuple[int, int]:
@@ -140,6 +156,7 @@ class Group:
         self.num_open = len(self.samples)
         self.num_cached_tokens: int | None = None
         self.prompt_scores: list[SampleLog] = []
+        self.times = GroupTimes(added=monotonic())
 
     @property
     def prompt_len(self) -> int:

@@ -6,6 +6,7 @@ import numpy as np
 
 from ramet.cache import TailTable
 from ramet.engine.group import EMPTY_LOG, GroupRequest, Sample, SampleLog
+from ramet.sampling.structured import token_mask
 
 NO_TOKEN = -1
 
@@ -29,6 +30,7 @@ class RowTable:
         self.generation = np.zeros(n, np.int64)
         self.eventful = np.zeros(n, bool)
         self.wants_logprobs = np.zeros(n, bool)
+        self.constrained = np.zeros(n, bool)  # by a grammar
         self.stop_ids = np.full((n, 1), NO_TOKEN, np.int32)
         self.logprobs = np.zeros((0, 0), np.float32)
         self.samples: list[Sample | None] = [None] * n
@@ -49,6 +51,7 @@ class RowTable:
         self.generation[slots] += 1
         self.eventful[slots] = request.watch is not None or request.streams
         self.wants_logprobs[slots] = params.logprobs is not None
+        self.constrained[slots] = request.grammar is not None
         self._set_stops(slots, request)
         self.tails.sampled_from[slots] = samples[0].group.prompt_len
         if params.logprobs is not None and not len(self.logprobs):
@@ -56,6 +59,8 @@ class RowTable:
         for slot, sample in zip(slots.tolist(), samples, strict=True):
             sample.slot = slot
             self.samples[slot] = sample
+            if request.grammar is not None and sample.matcher is None:
+                sample.matcher = request.grammar()
             if resumed:
                 self._restore(slot, sample)
 
@@ -98,6 +103,13 @@ class RowTable:
     def hit_limit(self, slots: np.ndarray) -> np.ndarray:
         """Which rows have written ``max_tokens`` (bool [rows])."""
         return self.num_output[slots] >= self.max_output[slots]
+
+    def token_mask(self, slots: np.ndarray, vocab_size: int) -> tuple[np.ndarray, np.ndarray] | None:
+        """Which tokens the grammars of these rows allow (bool [G, vocab]), and which rows have one (int64 [G])."""
+        rows = np.flatnonzero(self.constrained[slots])
+        matchers = [sample.matcher for slot in slots[rows].tolist() if (sample := self.samples[slot]) is not None]
+        present = [matcher for matcher in matchers if matcher is not None]
+        return (token_mask(present, vocab_size), rows) if len(rows) else None
 
     def log(self, sample: Sample) -> SampleLog:
         """Everything recorded of a sample so far."""

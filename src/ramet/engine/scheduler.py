@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator
+from time import monotonic
 
 import numpy as np
 
@@ -256,6 +257,7 @@ class Scheduler:
         if group.num_cached_tokens is None:
             # the prompt's last token is computed for its logits unless the whole prompt was met
             group.num_cached_tokens = min(cached, group.prompt_len)
+            group.times.scheduled = monotonic()
             self.stats.prompt_tokens += group.prompt_len
             self.stats.cached_prompt_tokens += group.num_cached_tokens
 

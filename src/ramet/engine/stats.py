@@ -23,6 +23,7 @@ class EngineStats:
     preemptions: int = 0
     forest_rebuilds: int = 0
     shared_nodes: int = 0
+    steps_declined: int = 0  #: steps that had such nodes but read all of them per row, since sharing would not pay
     nodes_declined: int = 0  #: nodes with several rows below that were read per row, since sharing would not pay
     kv_tokens_read: int = 0
     kv_tokens_logical: int = 0
@@ -39,6 +40,7 @@ class EngineStats:
         """Add what one step's attention read."""
         self.attention_backends[backend] = self.attention_backends.get(backend, 0) + 1
         self.steps_shared += counters.shared_nodes > 0
+        self.steps_declined += counters.shared_nodes == 0 < counters.declined_nodes
         self.shared_nodes += counters.shared_nodes
         self.nodes_declined += counters.declined_nodes
         self.kv_tokens_read += counters.kv_tokens_read

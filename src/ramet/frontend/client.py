@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from ramet.engine.engine import Engine
 from ramet.engine.group import Event, GroupEvent, GroupRequest, SampleEvent, SampleLog
 from ramet.errors import InvalidArgument, shown
 from ramet.frontend.detokenizer import IncrementalDetokenizer
+from ramet.frontend.structured import Grammars, MakeMatcher
 from ramet.frontend.tokenizer import Tokenizer
 from ramet.outputs import CompletionOutput, RequestOutput, SampleIds, TokenLogprobs
 from ramet.sampling.stops import StopStrings
 from ramet.sampling_params import RequestOutputKind, SamplingParams
+from ramet.structured_outputs import StructuredOutputsParams
 
 _OWN_IDS = "request-"
 """With this begin the ids of requests that their caller gave none."""
@@ -26,6 +27,29 @@ _NO_LISTS = str | bytes | bytearray | memoryview | Mapping | Set
 """Can be iterated over, but are no lists of ids."""
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
+
+
+GrammarSource = Callable[[StructuredOutputsParams, Sequence[int]], "MakeMatcher | None"]
+
+
+class EngineLike(Protocol):
+    """What the client needs of an engine: the engine itself, or one that speaks for it from elsewhere."""
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def check(self, request: GroupRequest) -> None: ...
+
+    def add(self, request: GroupRequest) -> None: ...
+
+    def abort(self, request_id: str, index: int | None = None) -> None: ...
+
+    def step(self) -> list[Event]: ...
+
+    def collect(self) -> list[Event]: ...
 
 
 @dataclass
@@ -54,16 +78,27 @@ class Client:
 
     Parameters
     ----------
-    engine : Engine
+    engine : EngineLike
     tokenizer : Tokenizer
     eos_token_ids : tuple of int
         Ids that end a sample unless ``ignore_eos``.
     seed : int
         Requests without a seed draw theirs from (this seed, a counter).
+    grammars : callable, optional
+        From structured outputs and stop ids to what makes the matchers; compiles them here by default.
     """
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, *, eos_token_ids: tuple[int, ...], seed: int) -> None:
+    def __init__(
+        self,
+        engine: EngineLike,
+        tokenizer: Tokenizer,
+        *,
+        eos_token_ids: tuple[int, ...],
+        seed: int,
+        grammars: GrammarSource | None = None,
+    ) -> None:
         self.engine, self.tokenizer, self.eos_token_ids = engine, tokenizer, eos_token_ids
+        self._grammars = grammars or Grammars(tokenizer, engine.vocab_size, eos_token_ids)
         self._seed = seed % 2**64
         self._counter = itertools.count()
         self._open: dict[str, _Open] = {}
@@ -135,19 +170,21 @@ class Client:
         number = next(self._counter)
         if seed is None:
             seed = params.seed % 2**64 if params.seed is not None else _fresh_seed(self._seed, number)
-        room = self.engine.memory.max_model_len - len(ids)
+        room = self.engine.max_model_len - len(ids)
         stops = () if params.ignore_eos else self.eos_token_ids
+        stop_ids = tuple(dict.fromkeys((*stops, *params.stop_token_ids)))
         request = GroupRequest(
             request_id=f"{_OWN_IDS}{number}" if request_id is None else request_id,
             prompt_token_ids=_as_array(ids),
             params=params,
             max_tokens=max(room, 1) if params.max_tokens is None else params.max_tokens,
             seed=seed,
-            stop_token_ids=tuple(dict.fromkeys((*stops, *params.stop_token_ids))),
+            stop_token_ids=stop_ids,
             first_sample_id=first_sample_id,
             bad_words_ids=self.tokenizer.bad_words_ids(params.bad_words) if params.bad_words else [],
             watch=self._watcher_factory(params) if params.stop else None,
             streams=stream and params.output_kind is not RequestOutputKind.FINAL_ONLY,
+            grammar=None if params.structured_outputs is None else self._grammars(params.structured_outputs, stop_ids),
         )
         output = RequestOutput(
             request_id=request.request_id,
@@ -183,6 +220,14 @@ class Client:
         """End a request or one of its samples; its answer comes with the next step."""
         self.engine.abort(request_id, index)
 
+    def take_in(self, events: list[Event]) -> None:
+        """Take events that came without a step; what they tell waits to be asked for with :meth:`take`."""
+        self._take_in(events)
+
+    def take(self, request_ids: Container[str]) -> list[RequestOutput]:
+        """Return the answers of some requests that have news already; no step is made."""
+        return [self._news.pop(name) for name in list(self._news) if name in request_ids]
+
     def step(self) -> list[RequestOutput]:
         """One step of the engine; returns the answers that have news (all of them, if they stream)."""
         self._take_in(self.engine.step())
@@ -196,7 +241,7 @@ class Client:
         """
         if not any(name in request_ids for name in self._news):
             self._take_in(self.engine.step())
-        return [self._news.pop(name) for name in list(self._news) if name in request_ids]
+        return self.take(request_ids)
 
     def expects(self, request_id: str) -> bool:
         """Whether there is or will be news of a request."""

@@ -56,6 +56,10 @@ class TokenBytes:
         raw = self._tables[skip_special_tokens].raw
         return b"".join([raw.get(i, b"") for i in ids]).decode("utf-8", "replace")
 
+    def raw(self, token_id: int) -> bytes:
+        """Return the bytes of one token, a special one's too; empty outside the vocabulary."""
+        return self._tables[False].raw.get(token_id, b"")
+
     def detokenizer(self, skip_special_tokens: bool) -> IncrementalDetokenizer:
         """Return a detokenizer for one sample."""
         return ByteDetokenizer(self._tables[skip_special_tokens])

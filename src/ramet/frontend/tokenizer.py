@@ -108,6 +108,10 @@ class Tokenizer:
         """Return the text of one token by itself; half a character shows as U+FFFD."""
         return self.decode([token_id])
 
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """Return the bytes a token stands for; None where the tokenizer is not byte-level, so that context decides."""
+        return None if self._bytes is None else self._bytes.raw(token_id)
+
     def detokenizer(self, skip_special_tokens: bool = True) -> IncrementalDetokenizer:
         """Return a detokenizer for one sample."""
         if self._bytes is not None:
