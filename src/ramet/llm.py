@@ -143,7 +143,13 @@ class LLM:
         prompt_list = _as_prompts(prompts)
         params_list = self._as_params(sampling_params, len(prompt_list))
         # all are checked before one is started: bad input loses nothing
-        made = [client.request(p, s) for p, s in zip(prompt_list, params_list, strict=True)]
+        made = []
+        for i, (prompt, params) in enumerate(zip(prompt_list, params_list, strict=True)):
+            try:
+                made.append(client.request(prompt, params))
+            except InvalidArgument as error:
+                error.prompt = i if len(prompt_list) > 1 else None
+                raise
         return self._run(client, made, use_tqdm)
 
     def chat(

@@ -157,7 +157,7 @@ def greedy_oracle(loaded: LoadedModel, prompt: list[int], count: int) -> list[in
 
 
 def tiny_llm(**settings: Any) -> LLM:
-    """The whole front door over the tiny model, with a tokenizer of single characters."""
+    """The whole front door over the tiny model, with a tokenizer of single characters and a chat template."""
     folder = Path(mkdtemp(prefix="ramet-tiny-llm-"))
     (folder / "config.json").write_text(json.dumps(TINY))
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())[: TINY["vocab_size"]]
@@ -165,5 +165,7 @@ def tiny_llm(**settings: Any) -> LLM:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
-    sizes = {"kv_cache_memory_bytes": 1 << 20, "page_size": 4, "max_num_seqs": 16, "max_num_batched_tokens": 64}
-    return LLM(str(folder), load_format="dummy", dtype="float32", **{**sizes, **settings})
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    fixed = {"kv_cache_memory_bytes": 1 << 20, "page_size": 4, "max_num_seqs": 16, "max_num_batched_tokens": 64}
+    return LLM(str(folder), load_format="dummy", **{"dtype": "float32", **fixed, **settings})

@@ -52,8 +52,10 @@ def run(settings: Settings, context: Context) -> int:
     fields = ("num_prompts", "n", "input_len", "output_len", "prefix_len", "temperature", "seed")
     workload = Workload(**{name: settings[name] for name in fields})
     path = None if settings["save_result"] is None else Path(settings["save_result"])
-    if path is not None and not path.parent.is_dir():
-        raise InvalidArgument(f"--save-result {path}: there is no folder {path.parent}.")
+    if settings["num_warmups"] < 0:
+        raise InvalidArgument(f"num_warmups is {settings['num_warmups']}; allowed: an integer of at least 0.")
+    if path is not None:
+        _check_writable(path)
     with context.start(settings) as llm:
         for _ in range(settings["num_warmups"]):
             warm_up(llm, workload)
@@ -68,6 +70,14 @@ def run(settings: Settings, context: Context) -> int:
     if path is not None:
         path.write_text(line + "\n", encoding="utf-8")
     return 0
+
+
+def _check_writable(path: Path) -> None:
+    """Refuse a file that cannot be written before anything is measured."""
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise InvalidArgument(f"--save-result {path} cannot be written: {error.strerror}.") from None
 
 
 def _origin(settings: Settings, llm: Any) -> dict[str, Any]:

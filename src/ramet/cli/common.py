@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -47,9 +48,24 @@ class Context:
         return self.make_llm(settings["model"], **settings.given(ENGINE_FIELDS))
 
     def write(self, text: str, end: str = "\n") -> None:
-        """Write to stdout at once, so that text streams and pipes see whole lines."""
-        self.stdout.write(text + end)
+        """Write to stdout at once, so that text streams and pipes see whole lines; escape what it cannot hold."""
+        encoding = self.stdout.encoding or "utf-8"
+        self.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding) + end)
         self.stdout.flush()
+
+    def write_json(self, value: Any) -> None:
+        """Write a value to stdout as one line of JSON."""
+        self.write(json_line(value, self.stdout.encoding or "utf-8"))
+
+
+def json_line(value: Any, encoding: str = "utf-8") -> str:
+    """Return a value as one line of JSON: readable where the encoding allows it, else in ASCII with escapes."""
+    line = json.dumps(value, ensure_ascii=False)
+    try:
+        line.encode(encoding)
+    except UnicodeEncodeError:  # a lone surrogate, or an encoding other than UTF-8
+        return json.dumps(value)
+    return line
 
 
 def add_engine_options(parser: Parser, seed_help: str | None = None) -> None:

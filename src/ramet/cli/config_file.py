@@ -31,7 +31,7 @@ def read_config(path: str) -> Mapping[str, Any]:
     the file.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidArgument(f"--config {path} cannot be read: {_reason(error)}.") from None
     value = _parse_yaml(path, text) if path.endswith((".yaml", ".yml")) else _parse_json(path, text)
@@ -45,7 +45,7 @@ def read_config(path: str) -> Mapping[str, Any]:
 def _parse_json(path: str, text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidArgument(f"--config {path} is not valid JSON: {error}.") from None
 
 
@@ -58,7 +58,7 @@ def _parse_yaml(path: str, text: str) -> Any:
         ) from None
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise InvalidArgument(f"--config {path} is not valid YAML: {' '.join(str(error).split())}.") from None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -94,6 +93,8 @@ def run(settings: Settings, context: Context) -> int:
         stdin=context.stdin,
         keep_extra_fields=settings["keep_extra_fields"],
     )
+    if settings["output"] is None:
+        _check_text(settings, prompts)
     path = settings["output"]
     to_file = path is not None and path != "-"
     with ExitStack() as stack:  # the file before the model: a wrong path costs no time
@@ -109,8 +110,16 @@ def _check(settings: Settings) -> None:
         for name in ("token_ids", "overwrite", "keep_extra_fields"):
             if settings[name]:
                 raise InvalidArgument(f"--{name.replace('_', '-')} needs --output.")
-        if "detokenize" in settings.sources and not settings["detokenize"]:
-            raise InvalidArgument("--no-detokenize needs --output and --token-ids: there is no text to print.")
+    elif not settings["output"]:
+        raise InvalidArgument("--output is empty; allowed: a file, or '-' for stdout.")
+
+
+def _check_text(settings: Settings, prompts: Sequence[Prompt]) -> None:
+    """Refuse what would print nothing."""
+    silent = [prompt.where for prompt in prompts if prompt.overrides.get("detokenize") is False]
+    if not settings["detokenize"] or silent:
+        where = f"{silent[0]}: detokenize is false, which" if silent else "--no-detokenize"
+        raise InvalidArgument(f"{where} needs --output and --token-ids: there is no text to print.")
 
 
 def _run(settings: Settings, context: Context, llm: Any, prompts: Sequence[Prompt], results: ResultsFile | None) -> int:
@@ -134,7 +143,7 @@ def _run(settings: Settings, context: Context, llm: Any, prompts: Sequence[Promp
                 context.write(_as_text(prompt, output, titled=len(prompts) > 1))
             else:
                 entry = record(prompt, own, output, origin, token_ids=settings["token_ids"])
-                results.append(entry) if results is not None else context.write(json.dumps(entry, ensure_ascii=False))
+                results.append(entry) if results is not None else context.write_json(entry)
             done += 1
     except KeyboardInterrupt:
         again = "; the same command goes on from there" if results is not None else ""
@@ -166,7 +175,12 @@ def _finished(
     inputs = [_input(llm, prompt) for prompt, _ in work]
     held: dict[int, RequestOutput] = {}
     turn = 0
-    for i, output in llm.as_completed(inputs, [params for _, params in work], use_tqdm=use_tqdm):
+    try:
+        answers = llm.as_completed(inputs, [params for _, params in work], use_tqdm=use_tqdm)
+    except InvalidArgument as error:
+        where, error.prompt = work[error.prompt or 0][0].where, None
+        raise InvalidArgument(f"{where}: {error}") from None
+    for i, output in answers:
         if not in_order:
             yield *work[i], output
             continue

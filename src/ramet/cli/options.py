@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
-from ramet.errors import InvalidArgument, nearest
+from ramet.errors import InvalidArgument, nearest, shown
 
 
 class Parser(argparse.ArgumentParser):
@@ -112,10 +112,14 @@ def _parse_config(parser: Parser, path: str, entries: Mapping[str, Any]) -> dict
     actions = parser.dests()
     argv: list[str] = []
     positional: list[str] = []
+    seen: set[str] = set()
     for key, value in entries.items():
         name = str(key).replace("-", "_")
         if name not in actions:
             raise InvalidArgument(f"{path}: there is no setting {str(key)!r}{nearest(name, actions)}")
+        if name in seen:
+            raise InvalidArgument(f"{path}: {name!r} is there twice, with '-' and with '_'; keep one.")
+        seen.add(name)
         action = actions[name]
         if not action.option_strings:
             positional.append(str(value))
@@ -131,10 +135,12 @@ def _as_flag(action: argparse.Action, value: Any, where: str) -> list[str]:
     flag = next(f for f in action.option_strings if f.startswith("--"))
     if action.nargs == 0:
         if not isinstance(value, bool):
-            raise InvalidArgument(f"{where} is {value!r}; allowed: true or false.")
+            raise InvalidArgument(f"{where} is {shown(value)}; allowed: true or false.")
         if isinstance(action, argparse.BooleanOptionalAction):
             return [flag if value else f"--no-{flag[2:]}"]
         return [flag] if value else []
+    if isinstance(value, list) and action.nargs is None and not isinstance(action, argparse._AppendAction):
+        raise InvalidArgument(f"{where} is {shown(value)}; allowed: one value.")
     values = list(value) if isinstance(value, list) else [value]
     texts = [json.dumps(v) if isinstance(v, dict) else str(v) for v in values]  # null is 'None', where that is allowed
     if action.nargs == "+":

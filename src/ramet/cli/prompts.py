@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ramet.cli.common import SAMPLING_FIELDS
-from ramet.errors import InvalidArgument, nearest
+from ramet.errors import InvalidArgument, nearest, shown
 
 KINDS = ("prompt", "prompt_token_ids", "messages")
 _OVERRIDES = (*SAMPLING_FIELDS, "seed")
@@ -96,7 +96,7 @@ def read_prompts(
 def _lines(path: str, stdin: TextIO) -> Iterator[tuple[int, str]]:
     try:
         # Not str.splitlines(): a prompt may hold U+2028 and other characters that it takes for ends of lines.
-        text = stdin.read() if path == "-" else Path(path).read_bytes().decode("utf-8")
+        text = stdin.read() if path == "-" else Path(path).read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise InvalidArgument(f"{path} cannot be read: {reason}.") from None
@@ -106,7 +106,7 @@ def _lines(path: str, stdin: TextIO) -> Iterator[tuple[int, str]]:
 def _from_json(line: str, where: str, keep_extra_fields: bool) -> Prompt:
     try:
         entry = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidArgument(f"{where} is not valid JSON: {error}.") from None
     if not isinstance(entry, dict):
         raise InvalidArgument(f"{where} holds a {type(entry).__name__}; allowed: an object with 'prompt'.")
@@ -121,25 +121,28 @@ def _from_json(line: str, where: str, keep_extra_fields: bool) -> Prompt:
     if len(kinds) != 1:
         raise InvalidArgument(f"{where} has {' and '.join(kinds) or 'none'} of {', '.join(KINDS)}; allowed: one.")
     _check_value(kinds[0], entry[kinds[0]], where)
+    name = entry.get("id")
+    if name is not None and (not isinstance(name, str | int) or isinstance(name, bool)):
+        raise InvalidArgument(f"{where}: id is {shown(name)}; allowed: a string or an integer.")
     overrides = {name: entry[name] for name in _OVERRIDES if name in entry}
     if isinstance(overrides.get("logit_bias"), dict):  # the keys of JSON objects are strings
         overrides["logit_bias"] = {_integer(k, where): v for k, v in overrides["logit_bias"].items()}
-    return Prompt(0, kinds[0], entry[kinds[0]], where, entry.get("id"), overrides, extra)
+    return Prompt(0, kinds[0], entry[kinds[0]], where, name, overrides, extra)
 
 
 def _check_value(kind: str, value: object, where: str) -> None:
     if kind == "prompt" and not isinstance(value, str):
-        raise InvalidArgument(f"{where}: prompt is {value!r}; allowed: a string.")
+        raise InvalidArgument(f"{where}: prompt is {shown(value)}; allowed: a string.")
     if kind == "prompt_token_ids" and (
         not isinstance(value, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in value)
     ):
-        raise InvalidArgument(f"{where}: prompt_token_ids is {str(value)[:60]}; allowed: a list of token ids.")
+        raise InvalidArgument(f"{where}: prompt_token_ids is {shown(value)}; allowed: a list of token ids.")
     if kind == "messages" and not isinstance(value, list):
-        raise InvalidArgument(f"{where}: messages is {str(value)[:60]}; allowed: a list of messages.")
+        raise InvalidArgument(f"{where}: messages is {shown(value)}; allowed: a list of messages.")
 
 
 def _integer(text: str, where: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise InvalidArgument(f"{where}: logit_bias has the key {text!r}; allowed: token ids.") from None
+        raise InvalidArgument(f"{where}: logit_bias has the key {shown(text)}; allowed: token ids.") from None

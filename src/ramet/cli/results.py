@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from ramet.cli.common import json_line
 from ramet.cli.prompts import KINDS, Prompt
 from ramet.errors import InvalidArgument
 from ramet.logs import LOGGER
@@ -119,7 +120,7 @@ class ResultsFile:
 
     def append(self, entry: Mapping[str, Any]) -> None:
         """Append a finished prompt as one line."""
-        data = memoryview((json.dumps(entry, ensure_ascii=False) + "\n").encode("utf-8", "surrogatepass"))
+        data = memoryview(f"{json_line(entry)}\n".encode())
         try:
             while data:  # one call, but for a signal or a nearly full disk
                 data = data[os.write(self._file, data) :]

@@ -334,7 +334,7 @@ class Client:
 
 
 def _as_ids(value: Any) -> list[int]:
-    if isinstance(value, np.ndarray) or hasattr(value, "tolist"):
+    if hasattr(value, "tolist") and not isinstance(value, memoryview):  # arrays and tensors
         value = value.tolist()
     if not isinstance(value, Iterable) or isinstance(value, _NO_LISTS):
         raise InvalidArgument(f"the prompt is {shown(value)}; allowed: text, or a list of token ids.")

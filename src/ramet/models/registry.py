@@ -61,13 +61,14 @@ def resolve(name: str, revision: str | None = None, *, weights: bool = True) -> 
     ModelError
         If there is no such model; the message says what was tried and how to get it.
     """
-    path = Path(name).expanduser()
     if name in LOCAL_NAMES:
         return ModelFiles(name=name, gguf=_local(name))
     try:
+        path = Path(name).expanduser()
         is_file, is_folder = path.is_file(), path.is_dir()
-    except OSError as error:  # too long a name, or a folder above it that may not be read
-        raise ModelError(f"model {shown(name)} cannot be read: {error.strerror}.") from None
+    except (OSError, RuntimeError) as error:  # too long a name, a folder that may not be read, no such user's home
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise ModelError(f"model {shown(name)} cannot be read: {reason.rstrip('.')}.") from None
     if is_file:
         if path.suffix != ".gguf":
             raise ModelError(f"{name} is a file; allowed: a folder with config.json, or a .gguf file.")
