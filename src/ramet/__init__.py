@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ramet.async_llm import AsyncLLM
     from ramet.config import EngineConfig
     from ramet.errors import RametError
     from ramet.llm import LLM
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _PLACES = {
+    "AsyncLLM": "async_llm",
     "LLM": "llm",
     "EngineConfig": "config",
     "RametError": "errors",
@@ -32,6 +34,7 @@ _PLACES = {
 }
 
 __all__ = [
+    "AsyncLLM",
     "LLM",
     "CompletionOutput",
     "EngineConfig",

@@ -24,6 +24,7 @@ class Committer:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler, self.rows, self.stats = scheduler, scheduler.rows, scheduler.stats
+        self._enough: list[Group] = []  # of which all that was wanted is there
 
     def commit(self, plan: StepPlan, sampled: SampledTokens, kept_hidden: dict[int, object]) -> list[Event]:
         """Advance the marks, append the tokens, end what has ended."""
@@ -57,7 +58,14 @@ class Committer:
                 for sample in group.samples:  # only the prompt was asked for
                     if not sample.finished:  # by an abort
                         self.finish(sample, "length", None, "", events)
+        self._end_groups_with_enough(events)
         return events
+
+    def _end_groups_with_enough(self, events: list[Event]) -> None:
+        """Abort what is left of groups of which only the first k samples were wanted."""
+        groups, self._enough = self._enough, []
+        for sample in [s for group in groups for s in group.samples if not s.finished]:
+            self.abort(sample, events)
 
     def _refused(self, slots: np.ndarray, tokens: np.ndarray) -> list[int]:
         """Let the matchers of structured outputs follow; returns the slots whose token is against their grammar."""
@@ -104,6 +112,10 @@ class Committer:
         log = self.rows.log(sample)
         self.scheduler.end(sample)
         self.stats.samples_finished[reason] += len(sample.indices)
+        if reason != "abort":
+            group.num_done += len(sample.indices)
+            if group.request.first_k is not None and group.num_done >= group.request.first_k:
+                self._enough.append(group)
         events += [SampleEvent(group.request.request_id, k, log, reason, stop_reason, text) for k in sample.indices]
         if group.num_open == 0:
             events.append(self.end_group(group))

@@ -44,6 +44,8 @@ class GroupRequest:
         Send an event for every step, not only at the end.
     grammar : callable, optional
         Makes the object that says which tokens may come next in a sample; None without structured outputs.
+    first_k : int, optional
+        The group ends when so many of its samples have ended by themselves; the others are aborted.
     """
 
     request_id: str
@@ -57,6 +59,7 @@ class GroupRequest:
     watch: Callable[[], TextWatcher] | None = None
     streams: bool = False
     grammar: Callable[[], TokenMatcher] | None = None
+    first_k: int | None = None
 
 
 class SampleLog(NamedTuple):
@@ -154,6 +157,7 @@ class Group:
         else:
             self.samples = [Sample(self, k, [k]) for k in range(params.n)]
         self.num_open = len(self.samples)
+        self.num_done = 0  # answers that ended by themselves
         self.num_cached_tokens: int | None = None
         self.prompt_scores: list[SampleLog] = []
         self.times = GroupTimes(added=monotonic())

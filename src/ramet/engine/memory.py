@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import psutil
 
 from ramet.config import EngineConfig
-from ramet.errors import OutOfMemory
+from ramet.errors import OutOfMemory, allocating
 from ramet.models.spec import ModelSpec
-from ramet.models.weights import expected_shapes
+from ramet.models.weights import weight_bytes
 
 CPU_POOL_LIMIT = 4 << 30
 """Default ceiling of the KV pool on a CPU, where memory is shared with everything else."""
@@ -56,12 +54,6 @@ class MemoryPlan:
 def kv_bytes_per_token(spec: ModelSpec, itemsize: int) -> int:
     """Bytes of K and V of one token in all layers."""
     return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * itemsize
-
-
-def weight_bytes(spec: ModelSpec, itemsize: int) -> int:
-    """Bytes of all weights; a tied head keeps a packed copy of the embedding besides it."""
-    head = spec.vocab_size * spec.hidden_size if spec.tie_word_embeddings else 0
-    return itemsize * (head + sum(math.prod(shape) for shape in expected_shapes(spec).values()))
 
 
 def plan_memory(config: EngineConfig, spec: ModelSpec, *, max_model_len: int, itemsize: int) -> MemoryPlan:
@@ -112,15 +104,9 @@ def plan_memory(config: EngineConfig, spec: ModelSpec, *, max_model_len: int, it
     )
 
 
-@contextmanager
-def out_of_memory_in_words(config: EngineConfig) -> Iterator[None]:
+def out_of_memory_in_words(config: EngineConfig) -> AbstractContextManager[None]:
     """Turn a failed allocation into an :class:`OutOfMemory` that names the settings an engine's size comes from."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "allocate" not in str(error):  # how torch says it on a CPU
-            raise
-        raise OutOfMemory(
-            "the engine's arrays do not fit into memory: lower kv_cache_memory_bytes, max_model_len or max_num_seqs "
-            f"({config.max_num_seqs:,})."
-        ) from None
+    return allocating(
+        "the engine's arrays do not fit into memory: lower kv_cache_memory_bytes, max_model_len or max_num_seqs "
+        f"({config.max_num_seqs:,})."
+    )

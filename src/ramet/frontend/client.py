@@ -140,6 +140,7 @@ class Client:
         stream: bool = False,
         first_sample_id: int = 0,
         seed: int | None = None,
+        first_k: int | None = None,
     ) -> tuple[GroupRequest, RequestOutput]:
         """Turn a prompt into a checked request and its empty answer, without submitting it.
 
@@ -155,6 +156,8 @@ class Client:
             Of the samples' keys.
         seed : int, optional
             Goes before that of the parameters.
+        first_k : int, optional
+            End the request when so many of its samples have ended by themselves; the others are aborted.
 
         Raises
         ------
@@ -166,6 +169,8 @@ class Client:
                 f"request_id is {request_id!r}; allowed: None, or a name that does not begin with {_OWN_IDS!r}, as the "
                 "names do that requests get by themselves."
             )
+        if first_k is not None and not 1 <= first_k <= params.n:
+            raise InvalidArgument(f"first_k is {first_k}; allowed: None, or 1 to n ({params.n}).")
         text, ids = self.tokenize(prompt)
         number = next(self._counter)
         if seed is None:
@@ -185,6 +190,7 @@ class Client:
             watch=self._watcher_factory(params) if params.stop else None,
             streams=stream and params.output_kind is not RequestOutputKind.FINAL_ONLY,
             grammar=None if params.structured_outputs is None else self._grammars(params.structured_outputs, stop_ids),
+            first_k=first_k,
         )
         output = RequestOutput(
             request_id=request.request_id,
@@ -227,6 +233,10 @@ class Client:
     def take(self, request_ids: Container[str]) -> list[RequestOutput]:
         """Return the answers of some requests that have news already; no step is made."""
         return [self._news.pop(name) for name in list(self._news) if name in request_ids]
+
+    def peek(self, request_id: str) -> RequestOutput | None:
+        """Return the answer of a request if it has news; they stay untaken."""
+        return self._news.get(request_id)
 
     def step(self) -> list[RequestOutput]:
         """One step of the engine; returns the answers that have news (all of them, if they stream)."""

@@ -28,7 +28,7 @@ class Submit(msgspec.Struct, tag="submit", frozen=True):
     stream : bool
         News at every step, not only at the ends of samples.
     first_k : int or None
-        End the group when this many of its samples have ended by themselves.
+        See :class:`~ramet.engine.group.GroupRequest`.
     """
 
     request_id: str
