@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from peers.protocol import Answer, Job, Setup
+from ramet.config import DType
 
 ROOT = Path(__file__).resolve().parents[2]
 PRECISIONS = {"bfloat16": "bf16", "float32": "fp32"}  #: names of the dtypes in tables
@@ -49,7 +50,7 @@ class Peer:
 
     name: str
     module: str
-    dtype: str
+    dtype: DType
     weights: str = "hf"  #: the form it reads (``peers.weights.prepare``)
     environment: Environment | None = None  #: None: the one that runs this script
     max_prefill_tokens: int | None = None  #: cases whose n x prompt is above this are left out
