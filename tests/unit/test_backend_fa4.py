@@ -1,4 +1,4 @@
-"""What FlashAttention-4 is fed, checked without it: its two calls and the merge are done here, densely, by the arrays."""
+"""What FlashAttention-4 is fed, checked without it: its calls and the merge are done densely, by the arrays."""
 
 from __future__ import annotations
 
