@@ -17,7 +17,9 @@ from ramet.errors import CapacityExceeded, Closed, InvalidArgument, OutOfMemory,
 COMMANDS = {
     "generate": ("ramet.cli.generate", "samples of one or many prompts, as text or JSONL"),
     "chat": ("ramet.cli.chat", "a conversation in the terminal"),
+    "serve": ("ramet.cli.serve", "an OpenAI-compatible HTTP server that keeps n"),
     "bench throughput": ("ramet.cli.bench", "tokens a second for many samples of a prompt"),
+    "bench attention": ("ramet.cli.bench_attention", "attention backends side by side, beside the floor"),
     "doctor": ("ramet.cli.doctor", "what works on this machine, and why not"),
     "collect-env": ("ramet.cli.collect_env", "hardware and versions, for a bug report"),
 }
