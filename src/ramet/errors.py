@@ -7,7 +7,8 @@ our hierarchy. A message says what was wrong, the value, what is allowed, and ho
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -88,6 +89,25 @@ def shown(value: object) -> str:
         text = f"a value of type {type(value).__name__}"
     text = " ".join(text.split())  # arrays and data frames print several lines
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+@contextmanager
+def allocating(words: str) -> Iterator[None]:
+    """Turn an allocation that fails in the block into an :class:`OutOfMemory` with these words.
+
+    Examples
+    --------
+    >>> with allocating("a list does not fit: make it shorter."):
+    ...     [0] * 2**62
+    Traceback (most recent call last):
+    ramet.errors.OutOfMemory: a list does not fit: make it shorter.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "allocate" not in str(error):  # how torch says it on a CPU
+            raise
+        raise OutOfMemory(words) from None
 
 
 T = TypeVar("T", bound=type)

@@ -17,10 +17,10 @@ from ramet.engine.memory import (
     kv_bytes_per_token,
     out_of_memory_in_words,
     plan_memory,
-    weight_bytes,
 )
 from ramet.errors import OutOfMemory
 from ramet.models.spec import spec_from_config
+from ramet.models.weights import weight_bytes
 
 SPEC = spec_from_config(
     dict(

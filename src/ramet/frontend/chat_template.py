@@ -141,7 +141,7 @@ def choose_template(value: object, name: str = "default") -> str:
     """Return one template of a ``chat_template`` entry: a string, or a list of named ones."""
     if isinstance(value, str):
         return value
-    if isinstance(value, list):
+    if isinstance(value, list) and all(isinstance(e, Mapping) and {"name", "template"} <= e.keys() for e in value):
         named = {entry["name"]: entry["template"] for entry in value}
         if name in named:
             return str(named[name])

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers
 
-from ramet.errors import ModelError, Unsupported
+from ramet.errors import ModelError, Unsupported, shown
 from ramet.frontend.pretokenizers import WordRule, word_rule
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6  # tokenizer.ggml.token_type
 _SPACE = "\u2581"  # how SentencePiece writes a space
+_TYPES: dict[str, Any] = {
+    "model": str,
+    "pre": str,
+    "tokens": list[str],
+    "token_type": list[int],
+    "merges": list[str],
+    "scores": list[float],
+    **{f"{name}_token_id": int for name in ("bos", "eos", "eot", "eom", "unknown", "padding")},
+}
 _ELSE = "Give the original tokenizer instead: tokenizer='folder or hub name'."
 
 
@@ -33,10 +42,11 @@ def build_tokenizer(metadata: dict[str, Any], path: Path) -> tokenizers.Tokenize
     ModelError
         The vocabulary, the merges or the scores are missing or do not fit together.
     """
+    _check_types(metadata, path)
     builders = {"gpt2": _byte_level_bpe, "llama": _sentencepiece_bpe}
     model = metadata.get("tokenizer.ggml.model")
     if model not in builders:
-        raise Unsupported(f"{path} has a tokenizer of kind {model!r}; known: {', '.join(builders)}. {_ELSE}")
+        raise Unsupported(f"{path} has a tokenizer of kind {shown(model)}; known: {', '.join(builders)}. {_ELSE}")
     tokens: list[str] = _entry(metadata, "tokens", path)
     types = metadata.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
     if len(types) != len(tokens):
@@ -49,6 +59,16 @@ def build_tokenizer(metadata: dict[str, Any], path: Path) -> tokenizers.Tokenize
             if tokenizer.token_to_id(token) != i:
                 raise ModelError(f"{path}: token {token!r} stands twice in the vocabulary.")
     return tokenizer
+
+
+def _check_types(metadata: dict[str, Any], path: Path) -> None:
+    """Refuse entries that are not of the type that the format gives them."""
+    for name, shape in _TYPES.items():
+        value = metadata.get(f"tokenizer.ggml.{name}")
+        outer, (inner,) = get_origin(shape) or shape, get_args(shape) or (shape,)
+        items = value if isinstance(value, list) else [value]
+        if value is not None and not (isinstance(value, outer) and all(isinstance(item, inner) for item in items)):
+            raise ModelError(f"{path}: tokenizer.ggml.{name} is {shown(value)}, not {shape}: fetch the file again.")
 
 
 def adds_bos(metadata: dict[str, Any]) -> bool:

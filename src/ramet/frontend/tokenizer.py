@@ -184,8 +184,10 @@ def tokenizer_from_gguf(metadata: dict[str, Any], path: Path) -> Tokenizer:
         An entry is missing or does not fit the others.
     """
     backend = build_tokenizer(metadata, path)
+    size = len(metadata["tokenizer.ggml.tokens"])
     names = ("bos", "eos", "eot", "eom", "unknown", "padding")
-    ids: dict[str, int] = {k: i for k in names if (i := metadata.get(f"tokenizer.ggml.{k}_token_id")) is not None}
+    found = {k: metadata.get(f"tokenizer.ggml.{k}_token_id") for k in names}
+    ids = {k: i for k, i in found.items() if i is not None and 0 <= i < size}  # outside the vocabulary means none
     words = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
     special = {word: text for k, word in words.items() if k in ids and (text := backend.id_to_token(ids[k]))}
     add_bos = adds_bos(metadata)

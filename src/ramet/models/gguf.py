@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ramet.errors import ModelError, Unsupported
+from ramet.errors import ModelError, Unsupported, shown
 from ramet.models.gguf_metadata import read_metadata
 
 logger = logging.getLogger(__name__)
@@ -183,8 +183,10 @@ class GgufFile:
             name = _hf_name(tensor.name)
             if name is None:
                 continue
+            if "." not in name:
+                raise ModelError(f"{self.path}: there is no weight {shown(name)} in a model: fetch the file again.")
             value = self._dequantise(tensor)
-            kind = tensor.name.split(".")[-2]
+            kind = tensor.name.split(".")[-2]  # a name that is ours has two parts at least
             if config["architectures"] == ["LlamaForCausalLM"] and kind in permuted:
                 pairs = value.view(permuted[kind], -1, 2, *value.shape[1:])
                 value = pairs.transpose(1, 2).reshape(value.shape)
@@ -225,28 +227,37 @@ def _config(metadata: dict[str, Any], path: Path) -> dict[str, Any]:
     if name not in ARCHITECTURES:
         raise Unsupported(f"{path}: architecture {name!r} is not supported. Supported: {', '.join(ARCHITECTURES)}.")
 
-    def get(key: str, default: Any = None, required: bool = False) -> Any:
-        if required and f"{name}.{key}" not in metadata:
-            raise ModelError(f"{path}: the metadata lacks {name}.{key}: fetch the file again.")
+    def get(key: str, default: Any = None) -> Any:
         return metadata.get(f"{name}.{key}", default)
+
+    def needed(key: str, default: Any = None) -> Any:
+        value = get(key, default)
+        if value is None:
+            raise ModelError(f"{path}: the metadata lacks {name}.{key}: fetch the file again.")
+        return value
+
+    def count(key: str, default: int | None = None) -> int:
+        value = needed(key, default)
+        if not isinstance(value, int) or value < 1:
+            raise ModelError(f"{path}: {name}.{key} is {shown(value)}; it must be an integer of at least 1.")
+        return value
 
     if get("expert_count", 0):
         raise Unsupported(f"{path}: mixture-of-experts models ({get('expert_count')} experts) are not supported.")
-    heads = get("attention.head_count", required=True)
-    hidden = get("embedding_length", required=True)
-    head_dim = get("attention.key_length", hidden // heads)
+    heads, hidden = count("attention.head_count"), count("embedding_length")
+    head_dim = count("attention.key_length", max(hidden // heads, 1))
     special = (metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom"))
     return {
         "architectures": [ARCHITECTURES[name]],
-        "vocab_size": get("vocab_size", len(metadata.get("tokenizer.ggml.tokens", ()))),
+        "vocab_size": count("vocab_size", len(metadata.get("tokenizer.ggml.tokens", ())) or None),
         "hidden_size": hidden,
-        "intermediate_size": get("feed_forward_length", required=True),
-        "num_hidden_layers": get("block_count", required=True),
+        "intermediate_size": count("feed_forward_length"),
+        "num_hidden_layers": count("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": get("attention.head_count_kv", heads),
+        "num_key_value_heads": count("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "rms_norm_eps": get("attention.layer_norm_rms_epsilon", required=True),
-        "max_position_embeddings": get("context_length", required=True),
+        "rms_norm_eps": needed("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": count("context_length"),
         "sliding_window": get("attention.sliding_window"),
         "use_sliding_window": get("attention.sliding_window") is not None,
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
@@ -257,7 +268,7 @@ def _config(metadata: dict[str, Any], path: Path) -> dict[str, Any]:
             "factor": get("rope.scaling.factor"),
             "attention_factor": get("rope.scaling.attn_factor"),
             "original_max_position_embeddings": get("rope.scaling.original_context_length"),
-            "partial_rotary_factor": get("rope.dimension_count", head_dim) / head_dim,
+            "partial_rotary_factor": count("rope.dimension_count", head_dim) / head_dim,
         },
     }
 

