@@ -275,7 +275,7 @@ def ramet(llm: LLM) -> Command:
             return Lent(llm)
 
         out, err = (io.TextIOWrapper(io.BytesIO(), encoding, write_through=True) for _ in range(2))
-        code = main(argv, Context(start, io.StringIO(stdin), out, err))
+        code = main(argv, Context(make_llm=start, stdin=io.StringIO(stdin), stdout=out, stderr=err))
         return code, *(stream.buffer.getvalue().decode(encoding) for stream in (out, err))  # type: ignore[attr-defined]
 
     return run

@@ -107,7 +107,7 @@ class Shell:
             return self.llm
 
         source = Terminal(stdin) if terminal else io.StringIO(stdin)
-        context = Context(make, source, io.StringIO(), io.StringIO())
+        context = Context(make_llm=make, stdin=source, stdout=io.StringIO(), stderr=io.StringIO())
         code = main(argv, context)
         self.out, self.err = context.stdout.getvalue(), context.stderr.getvalue()  # type: ignore[attr-defined]
         return code
