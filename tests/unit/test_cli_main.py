@@ -99,7 +99,7 @@ def test_our_errors_are_one_line_and_an_exit_code(error: Exception, code: int, c
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise error
 
-    context = Context(fail, io.StringIO("x"), io.StringIO(), io.StringIO())
+    context = Context(make_llm=fail, stdin=io.StringIO("x"), stdout=io.StringIO(), stderr=io.StringIO())
     assert main(["generate", "m"], context) == code
     assert context.stderr.getvalue() == f"ramet: error: {' '.join(str(error).split())}\n"  # type: ignore[attr-defined]
 
@@ -113,7 +113,7 @@ def test_ctrl_c_while_the_model_loads_is_a_message_and_130() -> None:
     def interrupt(*args: Any, **kwargs: Any) -> Any:
         raise KeyboardInterrupt
 
-    context = Context(interrupt, io.StringIO("x"), io.StringIO(), io.StringIO())
+    context = Context(make_llm=interrupt, stdin=io.StringIO("x"), stdout=io.StringIO(), stderr=io.StringIO())
     assert main(["generate", "m"], context) == 130
     assert context.stderr.getvalue() == "ramet: interrupted\n"  # type: ignore[attr-defined]
 
@@ -219,12 +219,12 @@ def test_a_missing_configuration_file_is_named(shell: Shell) -> None:
 
 def test_help_loads_no_torch_and_starts_at_once() -> None:
     code = (
-        "import sys, time; t = time.perf_counter(); from ramet.cli.main import main; main(['--help']);"
-        "main(['generate', '--help']); s = time.perf_counter() - t;"
+        "import sys, time; t = time.process_time(); from ramet.cli.main import main; main(['--help']);"
+        "main(['generate', '--help']); s = time.process_time() - t;"
         "bad = {'torch', 'tokenizers', 'transformers', 'jinja2', 'huggingface_hub'} & set(sys.modules);"
         "print(f'{s:.3f}', sorted(bad), file=sys.stderr)"
     )
-    best = 10.0
+    best = 10.0  # of the processor, since other tests may run beside this one
     for _ in range(3):
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         seconds, modules = done.stderr.split(maxsplit=1)
