@@ -10,8 +10,10 @@ import torch
 from attention_oracle import Case
 
 from ramet.attention import Problem, backend_order, explain, plan, select, supports
+from ramet.attention.registry import BACKENDS
 from ramet.errors import InvalidArgument, Unsupported
 
+ALL = tuple(BACKENDS)
 PROBLEM = Problem(4, 2, 64, 16)
 ON_GPU = Problem(4, 2, 64, 16, device="cuda")
 
@@ -19,13 +21,13 @@ ON_GPU = Problem(4, 2, 64, 16, device="cuda")
 @pytest.mark.parametrize(
     ("edits", "order"),
     [
-        ("", ("cpu", "reference")),
-        (" , ", ("cpu", "reference")),
-        ("+reference", ("reference", "cpu")),
-        ("+cpu", ("cpu", "reference")),
-        ("-cpu", ("reference",)),
-        ("-cpu,+cpu", ("cpu", "reference")),
-        ("-reference, +cpu", ("cpu",)),
+        ("", ALL),
+        (" , ", ALL),
+        ("+reference", ("reference", *(name for name in ALL if name != "reference"))),
+        ("+cpu", ("cpu", *(name for name in ALL if name != "cpu"))),
+        ("-cpu", tuple(name for name in ALL if name != "cpu")),
+        ("-cpu,+cpu", ("cpu", *(name for name in ALL if name != "cpu"))),
+        ("-reference, +cpu", ("cpu", *(name for name in ALL if name not in ("cpu", "reference")))),
         ("reference", ("reference",)),
         ("reference, cpu", ("reference", "cpu")),
         ("cpu,cpu", ("cpu",)),
@@ -38,13 +40,13 @@ def test_edits_and_exact_lists(edits: str, order: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("edits", "words"),
     [
-        ("+refrence", "'refrence'; did you mean 'reference'.*Known: cpu, reference"),
+        ("+refrence", "'refrence'; did you mean 'reference'.*Known: .*cpu, .*reference"),
         ("cup", "'cup'; did you mean 'cpu'"),
         ("-xyzzy", "no attention backend is called 'xyzzy'. Known"),
         ("+", "no attention backend is called ''"),
         ("+cpu,reference", "mixes edits"),
         ("cpu,-reference", "mixes edits"),
-        ("-cpu,-reference", "leaves no attention backend"),
+        (",".join(f"-{name}" for name in ALL), "leaves no attention backend"),
     ],
 )
 def test_lists_that_mean_nothing_are_refused(edits: str, words: str) -> None:
@@ -79,8 +81,10 @@ def test_a_pinned_backend_is_refused_with_its_reason_and_never_replaced() -> Non
 def test_explain_gives_the_reason_and_those_of_whom_it_passed_over() -> None:
     chosen = explain(ON_GPU)
     assert chosen.backend == "reference"
-    assert chosen.declined == (("cpu", supports(ON_GPU, "cpu").reason),)
-    assert str(chosen) == f"reference: {supports(ON_GPU, 'reference').reason}; cpu declined: {chosen.declined[0][1]}"
+    passed_over = [name for name in ALL if name != "reference"]
+    assert chosen.declined == tuple((name, supports(ON_GPU, name).reason) for name in passed_over)
+    reasons = "; ".join(f"{name} declined: {why}" for name, why in chosen.declined)
+    assert str(chosen) == f"reference: {supports(ON_GPU, 'reference').reason}; {reasons}"
     nobody = explain(ON_GPU, "cpu")
     assert nobody.backend is None
     with pytest.raises(Unsupported) as error:

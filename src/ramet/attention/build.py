@@ -5,6 +5,8 @@ Everything is vectorised over rows and nodes; one decode step of a thousand rows
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from ramet.attention.problem import SharePolicy
@@ -16,7 +18,7 @@ def build_work(forest: ForestArrays, policy: SharePolicy, gate: str = "auto") ->
     """Turn a checked forest into a work list: which nodes are read once, for which rows, and what each row reads."""
     q_len = forest.cu_seqlens_q[1:] - forest.cu_seqlens_q[:-1]
     rows = np.flatnonzero(q_len)
-    paths = _paths(forest, rows)
+    paths = paths_of(forest, forest.row_leaf[rows].astype(np.int64))
     rows, paths, first = _depth_first(rows, paths, forest.num_nodes)
     on_path = paths >= 0
     tokens = np.zeros(forest.num_nodes + 1, np.int64)  # tokens[-1] is 0: below the end of a path
@@ -33,6 +35,8 @@ def build_work(forest: ForestArrays, policy: SharePolicy, gate: str = "auto") ->
     np.cumsum(tails.sum(axis=1), out=tail_indptr[1:])
     tail_node = paths.T[tails]
     row_tokens = tokens[paths].sum(axis=0)
+    fixed = shared | declined
+    fixed[forest.node_parent[forest.node_parent >= 0]] = True
     return WorkList(
         forest=forest,
         rows=rows,
@@ -49,6 +53,8 @@ def build_work(forest: ForestArrays, policy: SharePolicy, gate: str = "auto") ->
         row_item=items_at.max(axis=0, initial=-1),
         tail_indptr=tail_indptr,
         tail_node=tail_node,
+        fixed_node=np.flatnonzero(fixed),
+        made_by=(policy, gate),
         counters=PlanCounters(
             rows=len(rows),
             tokens=int(forest.cu_seqlens_q[-1]),
@@ -61,17 +67,57 @@ def build_work(forest: ForestArrays, policy: SharePolicy, gate: str = "auto") ->
     )
 
 
-def _paths(forest: ForestArrays, rows: np.ndarray) -> np.ndarray:
-    """Nodes of each row's path from its root down, ``[depth, rows]``, with -1 below the leaf."""
+def grown(last: WorkList, forest: ForestArrays, page_size: int, policy: SharePolicy, gate: str) -> WorkList | None:
+    """The work list of a forest that differs from the last one in longer tails and in pages only, else None.
+
+    Everything is compared, nothing is assumed. The order, the shared nodes and the tails are those of ``last``, the
+    same arrays. None is also the answer where anything looks wrong: ``check_forest`` then says what.
+    """
+    old, end = last.forest, forest.node_end
+    same = ("cu_seqlens_q", "row_leaf", "node_parent", "node_start", "node_first_slot")
+    if last.made_by != (policy, gate) or not all(_equal(getattr(old, name), getattr(forest, name)) for name in same):
+        return None
+    if end.shape != old.node_end.shape or end.dtype != old.node_end.dtype or not _fits(forest, page_size):
+        return None
+    more = end - old.node_end
+    if more.min(initial=0) < 0 or more[last.fixed_node].any():
+        return None
+    row_more = more[forest.row_leaf[last.rows]].astype(np.int64)
+    counters = replace(
+        last.counters,
+        kv_tokens_read=last.counters.kv_tokens_read + int(more[last.tail_node].sum()),
+        kv_tokens_logical=last.counters.kv_tokens_logical + int(row_more.sum()),
+    )
+    return replace(
+        last, forest=forest, end=last.end + row_more, row_tokens=last.row_tokens + row_more, counters=counters
+    )
+
+
+def _equal(a: np.ndarray, b: np.ndarray) -> bool:
+    return a is b or (a.dtype == b.dtype and np.array_equal(a, b))
+
+
+def _fits(forest: ForestArrays, page_size: int) -> bool:
+    """Whether every position has a page, none of them evicted. (What evicted pages may be, ``check_forest`` knows.)"""
+    indptr, pages, end = forest.node_page_indptr, forest.node_pages, forest.node_end
+    if not (indptr.dtype.kind == pages.dtype.kind == "i" and pages.ndim == 1 and indptr.shape == (len(end) + 1,)):
+        return False
+    have = indptr[1:] - indptr[:-1]
+    need = (forest.node_first_slot + (end - forest.node_start) + (page_size - 1)) // page_size
+    return bool((have >= need).all()) and indptr[0] == 0 and indptr[-1] == len(pages) and pages.min(initial=0) >= 0
+
+
+def paths_of(forest: ForestArrays, leaves: np.ndarray) -> np.ndarray:
+    """Nodes of the paths from the roots down to the given nodes, ``[depth, leaves]``, with -1 below their ends."""
     parent = np.full(forest.num_nodes + 1, -1, np.int64)  # parent[-1] is -1: a path that has ended stays ended
     parent[:-1] = forest.node_parent
-    level = forest.row_leaf[rows].astype(np.int64)
+    level = leaves
     levels = []
     while (level >= 0).any():
         levels.append(level)
         level = parent[level]
     if not levels:
-        return np.empty((0, len(rows)), np.int64)
+        return np.empty((0, len(leaves)), np.int64)
     up = np.stack(levels)
     length = (up >= 0).sum(axis=0)
     if (length == len(up)).all():
@@ -118,5 +164,6 @@ def _choose(
     elif gate == "closed":
         shared = np.zeros(forest.num_nodes, bool)
     else:
-        shared = several & ((below - 1) * tokens >= policy.min_saved_tokens) & (tokens > 0)
+        least = policy.min_saved_tokens + policy.row_tokens * below
+        shared = several & ((below - 1) * tokens >= least) & (tokens > 0)
     return shared, several & ~shared & (tokens > 0)

@@ -22,7 +22,7 @@ def check_forest(forest: ForestArrays, page_size: int, window_left: int = -1) ->
     InvalidArgument
         Naming the array, the first index that is wrong, its value and what is allowed.
     """
-    _check_shapes(forest)
+    check_shapes(forest)
     q_lens = forest.cu_seqlens_q[1:] - forest.cu_seqlens_q[:-1]
     if forest.cu_seqlens_q[0] != 0:
         raise InvalidArgument(f"cu_seqlens_q[0] is {forest.cu_seqlens_q[0]}; it must be 0.")
@@ -48,7 +48,14 @@ def check_forest(forest: ForestArrays, page_size: int, window_left: int = -1) ->
     _require(q_rows, "cu_seqlens_q", q_lens, "a row has at most as many query tokens as its path has positions")
 
 
-def _check_shapes(forest: ForestArrays) -> None:
+def check_shapes(forest: ForestArrays) -> None:
+    """Refuse arrays of other kinds or lengths.
+
+    Raises
+    ------
+    InvalidArgument
+        Naming the array.
+    """
     for field in fields(forest):
         array = getattr(forest, field.name)
         if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype.kind not in "iu":
@@ -146,6 +153,7 @@ def check_tensors(
         num_tokens[0] <= q.shape[0] <= num_tokens[1]
         and q.shape[1:] == tail
         and k_pool.shape == v_pool.shape
+        and problem.v_head_dim is None
         and k_pool.shape[1:] == pool_shape
         and len(k_pool) >= num_pages
         and q.dtype == k_pool.dtype == v_pool.dtype
@@ -167,8 +175,9 @@ def check_tensors(
     if strided and q.stride(2) != 1:
         raise InvalidArgument(f"q has strides {q.stride()}; the innermost must be 1.")
     if out is not None:
-        if out.shape != q.shape:
-            raise InvalidArgument(f"out has shape {tuple(out.shape)}; it must be {tuple(q.shape)}, like q.")
+        shape = (*q.shape[:2], problem.value_dim)
+        if out.shape != shape:
+            raise InvalidArgument(f"out has shape {tuple(out.shape)}; it must be {shape}, like q.")
         _check_like("out", out, q, q.dtype)
         if not out.is_contiguous():
             raise InvalidArgument(f"out has strides {out.stride()}; it must be contiguous.")
@@ -177,8 +186,8 @@ def check_tensors(
 def _check_pools(
     problem: Problem, num_pages: int, strided: bool, q: torch.Tensor, k_pool: torch.Tensor, v_pool: torch.Tensor
 ) -> None:
-    pool_shape = (problem.page_size, problem.num_kv_heads, problem.head_dim)
-    for name, tensor in (("k_pool", k_pool), ("v_pool", v_pool)):
+    for name, tensor, width in (("k_pool", k_pool, problem.head_dim), ("v_pool", v_pool, problem.value_dim)):
+        pool_shape = (problem.page_size, problem.num_kv_heads, width)
         if tensor.ndim != 4 or tensor.shape[1:] != pool_shape:
             raise InvalidArgument(
                 f"{name} has shape {tuple(tensor.shape)}; it must be [num_pages, page_size, num_kv_heads, head_dim] = "
@@ -240,4 +249,46 @@ def check_scalars(
         raise InvalidArgument(
             f"sinks are {sinks.dtype} {tuple(sinks.shape)} on {sinks.device}; they must be float32 "
             f"({problem.num_qo_heads},) on {q.device}."
+        )
+
+
+def check_dynamic(
+    problem: Problem,
+    num_rows: int,
+    num_entries: int,
+    q: torch.Tensor,
+    out_scale: float | torch.Tensor | None,
+    seq_lens: torch.Tensor | None,
+    page_lists: torch.Tensor | None,
+) -> None:
+    """Refuse a factor of the output, lengths or page lists that do not fit a plan of so many rows and page entries.
+
+    Raises
+    ------
+    InvalidArgument
+        Naming the argument, what it is and what it must be.
+    """
+    for name, value, wanted in (
+        ("out_scale", out_scale, problem.has_out_scale),
+        ("seq_lens", seq_lens, problem.has_seq_lens),
+        ("page_lists", page_lists, problem.has_page_lists),
+    ):
+        if (value is not None) != wanted:
+            given = "given" if value is not None else "missing"
+            raise InvalidArgument(f"{name} is {given}, but the plan was made with has_{name}={wanted}.")
+    if isinstance(out_scale, torch.Tensor):
+        _check_vector("out_scale", out_scale, torch.float32, 1, q)
+    elif out_scale is not None and not isinstance(out_scale, int | float):
+        raise InvalidArgument(f"out_scale is {out_scale!r}; it must be a float or a tensor with one element.")
+    if seq_lens is not None:
+        _check_vector("seq_lens", seq_lens, torch.int32, num_rows, q)
+    if page_lists is not None:
+        _check_vector("page_lists", page_lists, torch.int32, num_entries, q)
+
+
+def _check_vector(name: str, tensor: torch.Tensor, dtype: torch.dtype, length: int, q: torch.Tensor) -> None:
+    if tensor.dtype != dtype or tensor.numel() != length or tensor.device != q.device or not tensor.is_contiguous():
+        raise InvalidArgument(
+            f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}; it must be contiguous {dtype} with "
+            f"{length} elements on {q.device}."
         )

@@ -9,8 +9,8 @@ import torch
 
 from ramet.attention.backends.base import Executor, Tensors
 from ramet.attention.buffers import Capacity, PlanBuffers
-from ramet.attention.build import build_work
-from ramet.attention.checks import check_forest, check_scalars, check_tensors
+from ramet.attention.build import build_work, grown
+from ramet.attention.checks import check_dynamic, check_forest, check_scalars, check_shapes, check_tensors
 from ramet.attention.problem import Problem
 from ramet.attention.registry import BACKENDS, select
 from ramet.attention.types import ForestArrays
@@ -44,7 +44,8 @@ class AttentionPlan:
         self.counters: PlanCounters = work.counters
         self.num_tokens = int(work.forest.cu_seqlens_q[-1])
         self.max_tokens = self.num_tokens if max_tokens is None else max_tokens
-        self._num_pages = int(work.forest.node_pages.max(initial=-1)) + 1
+        self._num_pages = 0 if problem.has_page_lists else int(work.forest.node_pages.max(initial=-1)) + 1
+        self._dynamic = problem.has_out_scale or problem.has_seq_lens or problem.has_page_lists
         self._strided = BACKENDS[backend].strided
         self._executor = executor
 
@@ -57,6 +58,9 @@ class AttentionPlan:
         *,
         sm_scale: float | torch.Tensor,
         sinks: torch.Tensor | None = None,
+        out_scale: float | torch.Tensor | None = None,
+        seq_lens: torch.Tensor | None = None,
+        page_lists: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         return_lse: Literal[False] = False,
     ) -> torch.Tensor: ...
@@ -70,6 +74,9 @@ class AttentionPlan:
         *,
         sm_scale: float | torch.Tensor,
         sinks: torch.Tensor | None = None,
+        out_scale: float | torch.Tensor | None = None,
+        seq_lens: torch.Tensor | None = None,
+        page_lists: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         return_lse: bool,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
@@ -82,6 +89,9 @@ class AttentionPlan:
         *,
         sm_scale: float | torch.Tensor,
         sinks: torch.Tensor | None = None,
+        out_scale: float | torch.Tensor | None = None,
+        seq_lens: torch.Tensor | None = None,
+        page_lists: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         return_lse: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -99,8 +109,17 @@ class AttentionPlan:
             Factor of the scores before the softmax, usually ``head_dim ** -0.5``. A tensor is read on its device.
         sinks : float32 Tensor [num_qo_heads], optional
             Scores that enter each softmax's denominator only; given exactly if the plan was made with ``has_sinks``.
+        out_scale : float or float32 Tensor with one element, optional
+            Factor of the output, as ``v_scale / o_scale`` of a quantised V; given exactly if the plan was made with
+            ``has_out_scale``.
+        seq_lens : int32 Tensor [rows], optional
+            Context lengths of the forest's rows, on the device; given exactly if the plan was made with
+            ``has_seq_lens``. They are clamped to the plan's from above, and to 0 from below.
+        page_lists : int32 Tensor, optional
+            What ``node_pages`` of the forest stands for, on the device; given exactly if the plan was made with
+            ``has_page_lists``. Its entries must lie in the pools: nobody looks.
         out : Tensor like q, optional
-            Contiguous. May be ``q`` itself.
+            Contiguous. May be ``q`` itself. Its last dimension is ``v_head_dim`` where that was given.
         return_lse : bool, default False
 
         Returns
@@ -120,13 +139,17 @@ class AttentionPlan:
         check_tensors(self.problem, tokens, self._num_pages, self._strided, q, k_pool, v_pool, out)
         if sinks is not None or self.problem.has_sinks or not isinstance(sm_scale, float):
             check_scalars(self.problem, q, sm_scale, sinks)
+        if self._dynamic or out_scale is not None or seq_lens is not None or page_lists is not None:
+            forest = self.work.forest
+            check_dynamic(self.problem, forest.num_rows, len(forest.node_pages), q, out_scale, seq_lens, page_lists)
         if torch.is_grad_enabled() and (q.requires_grad or k_pool.requires_grad or v_pool.requires_grad):
             q, k_pool, v_pool = q.detach(), k_pool.detach(), v_pool.detach()
         if out is None:
-            out = q.new_empty(q.shape)
+            out = q.new_empty((*q.shape[:2], self.problem.value_dim))
         lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
         if self.max_tokens:
-            self._executor.run(Tensors(q, k_pool, v_pool, out, lse, sm_scale, sinks))
+            factor = 1.0 if out_scale is None else out_scale
+            self._executor.run(Tensors(q, k_pool, v_pool, out, lse, sm_scale, sinks, factor, seq_lens, page_lists))
         return out if lse is None else (out, lse)
 
 
@@ -143,10 +166,16 @@ def plan(
     window_left: int = -1,
     has_sinks: bool = False,
     deterministic: bool = False,
+    causal: bool = True,
+    v_head_dim: int | None = None,
+    has_out_scale: bool = False,
+    has_seq_lens: bool = False,
+    has_page_lists: bool = False,
     backend: str | None = None,
     gate: str = "auto",
     device: str | torch.device = "cpu",
     buffers: PlanBuffers | None = None,
+    after: AttentionPlan | None = None,
 ) -> AttentionPlan:
     """Plan one step's attention over a forest. Decode, verification and chunked prefill are the same call.
 
@@ -168,6 +197,13 @@ def plan(
         ``run`` is given sinks.
     deterministic : bool, default False
         A row's bits depend on its own tokens only: not on n, the batch, its neighbours, or what is shared.
+    causal : bool, default True
+        A query sees the positions up to its own; otherwise all of its row's.
+    v_head_dim : int, optional
+        Elements of V and of the output per head, where they are fewer than ``head_dim`` (MLA).
+    has_out_scale, has_seq_lens, has_page_lists : bool, default False
+        ``run`` is given a factor of the output; context lengths on the device, of which the forest has upper bounds;
+        page lists on the device, of which the forest has indices.
     backend : str, optional
         A backend's name pins it. ``"+a,-b"`` edits the order in which backends are asked. Default: the environment
         variable ``RAMET_ATTENTION`` in the same notation, else the built-in order; with ``buffers``, theirs.
@@ -179,6 +215,9 @@ def plan(
     buffers : PlanBuffers, optional
         Made by :func:`plan_buffers` for the same problem. They are rewritten: a graph that captured ``run`` of an
         earlier plan with these buffers does this plan's work from now on.
+    after : AttentionPlan, optional
+        The plan of the step before. What did not change since is taken over: where only lengths and pages did, planning
+        is several times cheaper. It never changes what is computed.
 
     Returns
     -------
@@ -226,17 +265,26 @@ def plan(
         window_left,
         has_sinks,
         deterministic,
+        causal=causal,
+        v_head_dim=v_head_dim,
+        has_out_scale=has_out_scale,
+        has_seq_lens=has_seq_lens,
+        has_page_lists=has_page_lists,
     )
     if device.type == "cuda" and dtype is None:
         raise InvalidArgument("dtype is None; on a GPU, plan(dtype=...) must name the dtype of q.")
-    check_forest(forest, page_size, window_left)
+    check_shapes(forest)
     if buffers is None:
         problem = replace(problem, max_q_len=_bound(forest))
         chosen = select(problem, backend)
     else:
         problem = _problem_of(buffers, problem, backend)
         chosen = BACKENDS[buffers.backend]
-    work = build_work(forest, chosen.share_policy(problem), gate)
+    policy = chosen.share_policy(problem)
+    work = None if after is None else grown(after.work, forest, page_size, policy, gate)
+    if work is None:
+        check_forest(forest, page_size, window_left)
+        work = build_work(forest, policy, gate)
     executor = chosen.compile(work, problem, device, buffers)
     return AttentionPlan(problem, work, chosen.name, executor, buffers.capacity.tokens if buffers else None)
 

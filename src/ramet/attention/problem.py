@@ -24,11 +24,15 @@ class SharePolicy(NamedTuple):
     Attributes
     ----------
     min_saved_tokens : int
-        A node is read once for all rows below it when ``(rows - 1) * tokens`` is at least this; otherwise every row
-        reads it with its tail.
+        A node is read once for all rows below it when ``(rows - 1) * tokens`` is at least this and what its rows cost;
+        otherwise every row reads it with its tail.
+    row_tokens : float, default 0.0
+        What one more query token below such a node costs (a partial that is written, read and merged), as so many
+        tokens to read.
     """
 
     min_saved_tokens: int
+    row_tokens: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,16 @@ class Problem:
         A row's bits depend on nothing but its own tokens: not on the batch, nor on what is shared.
     max_q_len : int, default 1
         Most query tokens of a row, an upper bound. It changes speed, never results.
+    causal : bool, default True
+        A query sees the positions up to its own; otherwise all of its row's.
+    v_head_dim : int, optional
+        Elements of V and the output per head, where they are fewer than ``head_dim`` (MLA).
+    has_out_scale : bool, default False
+        The output is multiplied by a factor.
+    has_seq_lens : bool, default False
+        Context lengths are read on the device; the plan's are their upper bounds.
+    has_page_lists : bool, default False
+        Page lists are read on the device; the plan's name places in them.
 
     Raises
     ------
@@ -82,6 +96,11 @@ class Problem:
     has_sinks: bool = False
     deterministic: bool = False
     max_q_len: int = 1
+    causal: bool = True
+    v_head_dim: int | None = None
+    has_out_scale: bool = False
+    has_seq_lens: bool = False
+    has_page_lists: bool = False
 
     def __post_init__(self) -> None:
         least = {"num_qo_heads": 1, "num_kv_heads": 1, "head_dim": 1, "page_size": 1, "window_left": -1, "max_q_len": 1}
@@ -89,12 +108,22 @@ class Problem:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
                 raise InvalidArgument(f"{name} is {value!r}; it must be an integer of at least {low}.")
+        width = self.v_head_dim
+        if width is not None and (not isinstance(width, int) or not 1 <= width <= self.head_dim):
+            raise InvalidArgument(
+                f"v_head_dim is {width!r}; it must be an integer from 1 to head_dim ({self.head_dim})."
+            )
         if not 0.0 <= self.softcap < math.inf:
             raise InvalidArgument(f"softcap is {self.softcap!r}; it must be a finite number of at least 0 (0 is off).")
         if self.num_qo_heads % self.num_kv_heads:
             raise InvalidArgument(
                 f"num_qo_heads is {self.num_qo_heads}; it must be a multiple of num_kv_heads ({self.num_kv_heads})."
             )
+
+    @property
+    def value_dim(self) -> int:
+        """Elements of V and the output per head."""
+        return self.head_dim if self.v_head_dim is None else self.v_head_dim
 
     @property
     def group_size(self) -> int:
@@ -115,5 +144,10 @@ class Problem:
             "window_left": self.window_left >= 0,
             "sinks": self.has_sinks,
             "deterministic": self.deterministic,
+            "causal=False": not self.causal,
+            "v_head_dim": self.v_head_dim not in (None, self.head_dim),
+            "out_scale": self.has_out_scale,
+            "seq_lens": self.has_seq_lens,
+            "page_lists": self.has_page_lists,
         }
         return tuple(name for name, on in used.items() if on)

@@ -14,12 +14,15 @@ from typing import NamedTuple
 from ramet.attention.backends.base import Backend
 from ramet.attention.backends.cpu import CpuBackend
 from ramet.attention.backends.reference import ReferenceBackend
+from ramet.attention.backends.triton import TritonBackend
 from ramet.attention.problem import Problem, Support
 from ramet.errors import InvalidArgument, Unsupported, nearest
 
 ENVIRONMENT = "RAMET_ATTENTION"
 
-BACKENDS: MappingProxyType[str, Backend] = MappingProxyType({"cpu": CpuBackend(), "reference": ReferenceBackend()})
+BACKENDS: MappingProxyType[str, Backend] = MappingProxyType(
+    {"cpu": CpuBackend(), "triton": TritonBackend(), "reference": ReferenceBackend()}
+)
 """All backends, in the order in which they are asked."""
 
 
@@ -60,9 +63,9 @@ def backend_order(edits: str) -> tuple[str, ...]:
     Examples
     --------
     >>> backend_order("")
-    ('cpu', 'reference')
+    ('cpu', 'triton', 'reference')
     >>> backend_order("+reference")
-    ('reference', 'cpu')
+    ('reference', 'cpu', 'triton')
     >>> backend_order("reference")
     ('reference',)
     """

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ramet.attention.problem import SharePolicy
 from ramet.attention.types import ForestArrays
 
 
@@ -76,6 +77,10 @@ class WorkList:
     tail_node : int64 [tails]
         The nodes that row r reads by itself, in the order of their positions, are
         ``tail_node[tail_indptr[r]:tail_indptr[r + 1]]``.
+    fixed_node : int64 [nodes]
+        Nodes on whose length the rest depends: shared and declined ones, and parents. The others may grow.
+    made_by : (SharePolicy, str)
+        The policy and the gate that chose the shared nodes.
     counters : PlanCounters
     """
 
@@ -94,6 +99,8 @@ class WorkList:
     row_item: np.ndarray
     tail_indptr: np.ndarray
     tail_node: np.ndarray
+    fixed_node: np.ndarray
+    made_by: tuple[SharePolicy, str]
     counters: PlanCounters
 
     @property

@@ -27,6 +27,12 @@ class Tensors(NamedTuple):
     sm_scale : float or float32 Tensor with one element
     sinks : float32 Tensor [num_qo_heads] or None
         Given exactly where ``problem.has_sinks``.
+    out_scale : float or float32 Tensor with one element
+        Not 1.0 only where ``problem.has_out_scale``.
+    seq_lens : int32 Tensor [rows] or None
+        Given exactly where ``problem.has_seq_lens``: context lengths of the forest's rows, on the device.
+    page_lists : int32 Tensor or None
+        Given exactly where ``problem.has_page_lists``: to be read in the place of the forest's ``node_pages``.
     """
 
     q: torch.Tensor
@@ -36,6 +42,9 @@ class Tensors(NamedTuple):
     lse: torch.Tensor | None
     sm_scale: float | torch.Tensor
     sinks: torch.Tensor | None
+    out_scale: float | torch.Tensor = 1.0
+    seq_lens: torch.Tensor | None = None
+    page_lists: torch.Tensor | None = None
 
 
 class Executor(Protocol):

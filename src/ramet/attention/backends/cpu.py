@@ -66,7 +66,7 @@ class CpuExecutor:
         self._tapes: dict[torch.dtype, Tape] = {}
 
     def run(self, tensors: Tensors) -> None:
-        q, k_pool, v_pool, out, lse, sm_scale, _ = tensors
+        q, k_pool, v_pool, out, lse, sm_scale = tensors[:6]
         tape = self._tapes.get(q.dtype) or self._record(q)
         q = q.to(tape.q.dtype)
         heads, group, head_dim = self.problem.num_kv_heads, self.problem.group_size, self.problem.head_dim

@@ -185,11 +185,15 @@ def _queries(
 
 @triton.jit
 def _write(
-    top, total, acc, real, token, q_token, head, part, OUT, LSE, PARTIAL, PARTIAL_LSE, SINKS, PARTS, out_scale,
+    top, total, acc, real, token, q_token, head, part, OUT, LSE, PARTIAL, STATES, SINKS, PARTS, out_scale,
     HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
     OUT_SCALE_TENSOR: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Write the only partial of a token as its output, and another one for the merge."""
+    """Write the only partial of a token as its output, and others for the merge.
+
+    Those are not divided yet and have the largest score and the sum of weights beside them: a log-sum-exp in float32
+    would lose the sum where scores are large.
+    """
     d = tl.arange(0, BLOCK_D)
     inside = (d < D)[None, :]
     some = total > 0.0  # a query that sees no key here: output 0, lse -inf
@@ -199,8 +203,9 @@ def _write(
     alone = tl.load(PARTS + token + 1, mask=real, other=0) - begin == 1
     merges = real & (alone == 0)
     place = (begin + part).to(tl.int64) * HEADS + head
-    tl.store(PARTIAL + place[:, None] * D + d[None, :], o, mask=merges[:, None] & inside)
-    tl.store(PARTIAL_LSE + place, lse, mask=merges)
+    tl.store(PARTIAL + place[:, None] * D + d[None, :], acc, mask=merges[:, None] & inside)
+    tl.store(STATES + place * 2, top, mask=merges)
+    tl.store(STATES + place * 2 + 1, total, mask=merges)
     writes = real & alone
     if HAS_SINKS:
         sink = tl.load(SINKS + head, mask=real, other=0.0)
@@ -216,7 +221,7 @@ def _write(
 @triton.jit
 def _tile(
     tile, kv_head,
-    Q, K, V, OUT, LSE, PARTIAL, PARTIAL_LSE, SINKS, TILES, SEGMENTS, PAGES, TOKENS, PARTS, ROW_END, SEQ_LENS,
+    Q, K, V, OUT, LSE, PARTIAL, STATES, SINKS, TILES, SEGMENTS, PAGES, TOKENS, PARTS, ROW_END, SEQ_LENS,
     scale, out_scale, softcap, q_strides, k_strides, v_strides,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -271,14 +276,14 @@ def _tile(
                     WINDOW, SOFTCAP, PAGE, D, BLOCK_D, BLOCK_N, STAGES, INTERPRET,
                 )  # fmt: skip
     _write(
-        top, total, acc, real, token, q_token, head, tl.load(record + 6), OUT, LSE, PARTIAL, PARTIAL_LSE, SINKS,
+        top, total, acc, real, token, q_token, head, tl.load(record + 6), OUT, LSE, PARTIAL, STATES, SINKS,
         PARTS, out_scale, HEADS, D, BLOCK_D, HAS_SINKS, HAS_LSE, OUT_SCALE_TENSOR, INTERPRET,
     )  # fmt: skip
 
 
 @triton.jit
 def forest_kernel(
-    Q, K, V, OUT, LSE, PARTIAL, PARTIAL_LSE, SINKS, COUNTS, TILES, SEGMENTS, PAGES, TOKENS, PARTS, ROW_END, SEQ_LENS,
+    Q, K, V, OUT, LSE, PARTIAL, STATES, SINKS, COUNTS, TILES, SEGMENTS, PAGES, TOKENS, PARTS, ROW_END, SEQ_LENS,
     scale, out_scale, softcap,
     q_stride_token, q_stride_head, k_stride_page, k_stride_slot, k_stride_head,
     v_stride_page, v_stride_slot, v_stride_head,
@@ -299,14 +304,14 @@ def forest_kernel(
     if tile < count:
         if tile < large:
             _tile(
-                tile, kv_head, Q, K, V, OUT, LSE, PARTIAL, PARTIAL_LSE, SINKS, TILES, SEGMENTS, PAGES, TOKENS, PARTS,
+                tile, kv_head, Q, K, V, OUT, LSE, PARTIAL, STATES, SINKS, TILES, SEGMENTS, PAGES, TOKENS, PARTS,
                 ROW_END, SEQ_LENS, scale, out_scale, softcap, q_strides, k_strides, v_strides,
                 LARGE_M, BLOCK_N, STAGES, HEADS, GROUP, D, BLOCK_D, PAGE, WINDOW, SOFTCAP, CAUSAL, HAS_SINKS, HAS_LSE,
                 HAS_SEQ_LENS, SCALE_TENSOR, OUT_SCALE_TENSOR, DETERMINISTIC, INTERPRET,
             )  # fmt: skip
         elif SMALL_M < LARGE_M:
             _tile(
-                tile, kv_head, Q, K, V, OUT, LSE, PARTIAL, PARTIAL_LSE, SINKS, TILES, SEGMENTS, PAGES, TOKENS, PARTS,
+                tile, kv_head, Q, K, V, OUT, LSE, PARTIAL, STATES, SINKS, TILES, SEGMENTS, PAGES, TOKENS, PARTS,
                 ROW_END, SEQ_LENS, scale, out_scale, softcap, q_strides, k_strides, v_strides,
                 SMALL_M, BLOCK_N, STAGES, HEADS, GROUP, D, BLOCK_D, PAGE, WINDOW, SOFTCAP, CAUSAL, HAS_SINKS, HAS_LSE,
                 HAS_SEQ_LENS, SCALE_TENSOR, OUT_SCALE_TENSOR, DETERMINISTIC, INTERPRET,

@@ -1,4 +1,8 @@
-"""Merging the partials that ``forest`` left, in Triton. A partial is (output, natural log-sum-exp); (0, -inf) is empty."""
+"""Merging the partials that ``forest`` left, in Triton.
+
+A partial is a sum of weighted values with its state: the largest score, in units of log 2, and the sum of weights below
+it. One partial beside empty ones (sum 0) gives the bits that it would give alone.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from ramet.attention.kernels.forest import LN2, LOG2E, LOWEST, factor, rounded
 
 @triton.jit
 def merge_kernel(
-    OUT, LSE, PARTIAL, PARTIAL_LSE, SINKS, COUNTS, TOKENS, PARTS, out_scale,
+    OUT, LSE, PARTIAL, STATES, SINKS, COUNTS, TOKENS, PARTS, out_scale,
     ROWS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, HAS_SINKS: tl.constexpr,
     HAS_LSE: tl.constexpr, OUT_SCALE_TENSOR: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
@@ -37,23 +41,27 @@ def merge_kernel(
         place = begin.to(tl.int64) * HEADS + head
         for i in range(0, most, 4):
             at = place + i * HEADS
-            l0 = tl.load(PARTIAL_LSE + at, mask=i < count, other=float("-inf"))
-            l1 = tl.load(PARTIAL_LSE + at + HEADS, mask=i + 1 < count, other=float("-inf"))
-            l2 = tl.load(PARTIAL_LSE + at + 2 * HEADS, mask=i + 2 < count, other=float("-inf"))
-            l3 = tl.load(PARTIAL_LSE + at + 3 * HEADS, mask=i + 3 < count, other=float("-inf"))
+            l0 = tl.load(STATES + at * 2, mask=i < count, other=LOWEST)
+            t0 = tl.load(STATES + at * 2 + 1, mask=i < count, other=0.0)
+            l1 = tl.load(STATES + (at + HEADS) * 2, mask=i + 1 < count, other=LOWEST)
+            t1 = tl.load(STATES + (at + HEADS) * 2 + 1, mask=i + 1 < count, other=0.0)
+            l2 = tl.load(STATES + (at + 2 * HEADS) * 2, mask=i + 2 < count, other=LOWEST)
+            t2 = tl.load(STATES + (at + 2 * HEADS) * 2 + 1, mask=i + 2 < count, other=0.0)
+            l3 = tl.load(STATES + (at + 3 * HEADS) * 2, mask=i + 3 < count, other=LOWEST)
+            t3 = tl.load(STATES + (at + 3 * HEADS) * 2 + 1, mask=i + 3 < count, other=0.0)
             rows = PARTIAL + at[:, None] * D + d[None, :]
             o0 = tl.load(rows, mask=(i < count)[:, None] & inside, other=0.0)
             o1 = tl.load(rows + HEADS * D, mask=(i + 1 < count)[:, None] & inside, other=0.0)
             o2 = tl.load(rows + 2 * HEADS * D, mask=(i + 2 < count)[:, None] & inside, other=0.0)
             o3 = tl.load(rows + 3 * HEADS * D, mask=(i + 3 < count)[:, None] & inside, other=0.0)
             new_top = tl.maximum(top, tl.maximum(tl.maximum(l0, l1), tl.maximum(l2, l3)))
-            keeps = tl.exp2((top - new_top) * LOG2E)
-            w0 = tl.exp2((l0 - new_top) * LOG2E)
-            w1 = tl.exp2((l1 - new_top) * LOG2E)
-            w2 = tl.exp2((l2 - new_top) * LOG2E)
-            w3 = tl.exp2((l3 - new_top) * LOG2E)
+            keeps = tl.exp2(top - new_top)
+            w0 = tl.exp2(l0 - new_top)
+            w1 = tl.exp2(l1 - new_top)
+            w2 = tl.exp2(l2 - new_top)
+            w3 = tl.exp2(l3 - new_top)
             acc = acc * keeps[:, None] + o0 * w0[:, None] + o1 * w1[:, None] + o2 * w2[:, None] + o3 * w3[:, None]
-            total = total * keeps + w0 + w1 + w2 + w3
+            total = total * keeps + w0 * t0 + w1 * t1 + w2 * t2 + w3 * t3
             top = new_top
         _finish(
             acc, total, top, token, head, writes, OUT, LSE, SINKS, TOKENS, out_scale,
@@ -70,12 +78,11 @@ def _finish(
     """Write merged rows; 0 and -inf where a row has seen nothing."""
     d = tl.arange(0, BLOCK_D)
     some = total > 0.0
-    denominator = total
-    if HAS_SINKS:
+    lse = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) * LN2, float("-inf"))
+    o = acc / tl.where(some, total, 1.0)[:, None]
+    if HAS_SINKS:  # far below the sink exp2 may overflow to inf: x / inf is 0
         sink = tl.load(SINKS + head, mask=writes, other=0.0)
-        # Far below the sink the ratio is 0, and exp2 may overflow to inf: x / inf is 0.
-        denominator = total + tl.exp2((sink - top) * LOG2E)
-    o = acc / tl.where(some, denominator, 1.0)[:, None]
+        o = o / tl.where(some, 1.0 + tl.exp2((sink - lse) * LOG2E), 1.0)[:, None]
     o = o * factor(out_scale, OUT_SCALE_TENSOR)
     target = tl.load(TOKENS + token * 3, mask=writes, other=0).to(tl.int64) * HEADS + head
     tl.store(
@@ -84,14 +91,12 @@ def _finish(
         mask=writes[:, None] & (d < D)[None, :],
     )
     if HAS_LSE:
-        # One partial beside empty ones keeps its lse to the bit.
-        lse = tl.where(some, top + tl.log2(tl.where(some, total, 1.0)) * LN2, float("-inf"))
         tl.store(LSE + target, lse, mask=writes)
 
 
 @triton.jit
 def merge_many_kernel(
-    OUT, LSE, PARTIAL, PARTIAL_LSE, SINKS, COUNTS, TOKENS, PARTS, out_scale,
+    OUT, LSE, PARTIAL, STATES, SINKS, COUNTS, TOKENS, PARTS, out_scale,
     MANY: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, HAS_SINKS: tl.constexpr,
     HAS_LSE: tl.constexpr, OUT_SCALE_TENSOR: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
@@ -109,14 +114,15 @@ def merge_many_kernel(
             for i in range(0, count, MANY):
                 each = i + tl.arange(0, MANY)
                 at = (begin + each).to(tl.int64) * HEADS + head
-                lse = tl.load(PARTIAL_LSE + at, mask=each < count, other=float("-inf"))
+                tops = tl.load(STATES + at * 2, mask=each < count, other=LOWEST)
+                totals = tl.load(STATES + at * 2 + 1, mask=each < count, other=0.0)
                 mask = (each < count)[:, None] & (d < D)[None, :]
                 o = tl.load(PARTIAL + at[:, None] * D + d[None, :], mask=mask, other=0.0)
-                new_top = tl.maximum(top, tl.max(lse, 0))
-                keeps = tl.exp2((top - new_top) * LOG2E)
-                weights = tl.exp2((lse - new_top) * LOG2E)
+                new_top = tl.maximum(top, tl.max(tops, 0))
+                keeps = tl.exp2(top - new_top)
+                weights = tl.exp2(tops - new_top)
                 acc = acc * keeps[:, None] + tl.sum(o * weights[:, None], 0)[None, :]
-                total = total * keeps + tl.sum(weights, 0)
+                total = total * keeps + tl.sum(weights * totals, 0)
                 top = new_top
             one = tl.arange(0, 1)
             _finish(
