@@ -36,9 +36,11 @@ def rounded(x, dtype: tl.constexpr, INTERPRET: tl.constexpr):
 def _page(PAGES, place, end, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Page ids of the block that begins at ``place``: one where a page holds whole blocks, else one per key."""
     if PAGE % BLOCK_N == 0:
-        return tl.load(PAGES + place // PAGE, mask=place < end, other=0)
-    places = place + tl.arange(0, BLOCK_N)
-    return tl.load(PAGES + places // PAGE, mask=places < end, other=0)
+        page = tl.load(PAGES + place // PAGE, mask=place < end, other=0)
+    else:
+        places = place + tl.arange(0, BLOCK_N)
+        page = tl.load(PAGES + places // PAGE, mask=places < end, other=0)
+    return page
 
 
 @triton.jit
@@ -118,9 +120,9 @@ def _by_places(
         place = block + lanes
         position = place - base
         keep = (position >= low) & (position < high)
-        page = tl.load(PAGES + place // PAGE, mask=keep, other=0)
+        pages = tl.load(PAGES + place // PAGE, mask=keep, other=0)
         top, total, acc = _block(
-            q, top, total, acc, K, V, page, place, position, keep, last, first, scale,
+            q, top, total, acc, K, V, pages, place, position, keep, last, first, scale,
             k_strides, v_strides, softcap,
             True, WINDOW, SOFTCAP, PAGE, D, BLOCK_D, INTERPRET,
         )  # fmt: skip
