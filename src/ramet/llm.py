@@ -10,19 +10,15 @@ from time import perf_counter
 from types import TracebackType
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 from ramet import logs
 from ramet.config import EngineConfig
-from ramet.engine.engine import Engine
 from ramet.engine.group import GroupRequest
-from ramet.engine.memory import out_of_memory_in_words, plan_memory
 from ramet.errors import Closed, InvalidArgument, shown
+from ramet.frontend.build import build, default_sampling
 from ramet.frontend.client import Client, Prompt
 from ramet.frontend.interrupt import interrupt_after
-from ramet.frontend.tokenizer import load_tokenizer
-from ramet.models.registry import load_model, resolve
 from ramet.outputs import RequestOutput
 from ramet.sampling_params import SamplingParams
 
@@ -55,32 +51,13 @@ class LLM:
     def __init__(self, model: str, **settings: Any) -> None:
         logs.configure_unless_done()
         self.config = EngineConfig(model=model, **settings)
-        if self.config.num_threads is not None:
-            torch.set_num_threads(self.config.num_threads)
-        device = torch.device("cpu")
-        started = perf_counter()
-        loaded = load_model(self.config, device=device)
-        weights_loaded = perf_counter()
-        self.tokenizer = load_tokenizer(
-            loaded.files if self.config.tokenizer is None else resolve(self.config.tokenizer, weights=False)
-        )
-        dtype = loaded.model.dtype
-        self.memory = plan_memory(self.config, loaded.spec, max_model_len=loaded.max_model_len, itemsize=dtype.itemsize)
-        with out_of_memory_in_words(self.config):
-            self.engine = Engine(loaded.model, loaded.spec, self.config, self.memory, dtype=dtype, device=device)
-        self._client: Client | None = Client(
-            self.engine, self.tokenizer, eos_token_ids=loaded.spec.eos_token_ids, seed=self.config.seed
-        )
-        self._defaults = loaded.files.generation_config
+        built = build(self.config)
+        self.engine, self.tokenizer, self.memory = built.engine, built.tokenizer, built.memory
+        self._client: Client | None = built.client
+        self._defaults = default_sampling(built.defaults)
         self._greedy_copies_noted = self._defaults_told = False
-        log.info(
-            "start: weights %.1f s, tokenizer and pool %.1f s; %s in %s",
-            weights_loaded - started,
-            perf_counter() - weights_loaded,
-            loaded.spec.architecture,
-            str(dtype).removeprefix("torch."),
-        )
-        log.info("%s", self.memory.ledger())
+        for line in built.summary:
+            log.info("%s", line)
 
     @property
     def client(self) -> Client:
@@ -267,11 +244,11 @@ class LLM:
 
     def default_sampling_params(self) -> tuple[SamplingParams, dict[str, str]]:
         """Return the parameters used when none are given, and the source of each that is not built in."""
-        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-        found = {name: self._defaults[name] for name in names if self._defaults.get(name) is not None}
-        if self._defaults.get("max_new_tokens") is not None:
-            found["max_tokens"] = self._defaults["max_new_tokens"]
-        return SamplingParams(**found), dict.fromkeys(found, "generation_config")
+        try:
+            params = SamplingParams(**self._defaults)
+        except InvalidArgument as error:
+            raise InvalidArgument(f"generation_config.json of {self.config.model}: {error}") from None
+        return params, dict.fromkeys(self._defaults, "generation_config")
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start, and the state of the pool; the keys are in ``docs/reference/stats.md``."""

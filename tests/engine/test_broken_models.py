@@ -17,11 +17,11 @@ import torch
 from harness import TINY, tiny_llm
 from safetensors.torch import load_file, save_file
 
-from ramet import LLM
+from ramet import LLM, SamplingParams
 from ramet.cli.common import Context
 from ramet.cli.main import main
 from ramet.config import EngineConfig
-from ramet.errors import ModelError, OutOfMemory, RametError, Unsupported
+from ramet.errors import InvalidArgument, ModelError, OutOfMemory, RametError, Unsupported
 from ramet.models.dummy import DummyWeights
 from ramet.models.registry import load_model
 from ramet.models.spec import spec_from_config
@@ -132,6 +132,14 @@ def test_a_damaged_model_is_named(name: str, folder: Path) -> None:
     damage, kind, words = DAMAGES[name]
     damage(folder)
     refused(str(folder), kind, words)
+
+
+def test_a_generation_config_that_cannot_be_is_named_when_it_is_used(folder: Path) -> None:
+    (folder / "generation_config.json").write_text('{"temperature": "warm"}')
+    with LLM(str(folder)) as llm:
+        assert llm.generate("abc", SamplingParams(max_tokens=2), use_tqdm=False)[0].finished
+        with pytest.raises(InvalidArgument, match=r"generation_config.json of .*: temperature is 'warm'; allowed"):
+            llm.generate("abc", use_tqdm=False)
 
 
 def test_dummy_weights_need_no_file_and_no_memory_that_is_not_there(folder: Path) -> None:
