@@ -4,9 +4,11 @@
 //   warps 1, 2        load the queries, the row limits and the output rows of the next item of warpgroup 1, 2
 //   warpgroups 1, 2   64 packed query rows each: S = Q K^T, online softmax, O += P V (wgmma)
 //
-// A tile belongs to both warpgroups (a node with more than 64 query rows) or to one of them; then the producer arrives
-// at the tile's "empty" barrier in the other's place. Each warpgroup has its own "full" barriers, and there is a third
-// set for shared tiles: so a warpgroup sees every phase of the barriers that it waits on, and never runs ahead of one.
+// A tile belongs to both warpgroups (more than 64 query rows read it) or to one of them; then the producer arrives at
+// the tile's "empty" barrier in the other's place. Each warpgroup has its own "full" barriers, and there is a third set
+// for shared tiles: so a warpgroup sees every phase of the barriers that it waits on, and never runs ahead of one.
+// A CTA has three lists of tiles, those of each warpgroup and the shared ones. The warpgroups' own lists are dealt out
+// in turn, and half of the CTAs begin with them: what streams from memory runs beside what multiplies.
 //
 // Compile-time constants: HEAD_DIM, GROUP (query heads of a KV head), PAGE_SIZE, BOX (tokens of one copy), DTYPE.
 #include "ptx.cuh"
@@ -31,29 +33,31 @@ struct alignas(16) Segment {  // consecutive tiles of one node
     int pages;                // offset of the node's pages in the page list
     int slot;                 // KV slot of the first tile's first row, a multiple of BOX
     int begin, end;           // valid slots
-    int head;                 // KV head
+    int head;                 // KV head; SEGMENT_ONCE: nobody else reads these tiles
     int tiles;
-    int flags;                // bits 0-1: Set; SEGMENT_OLD: written before this step; SEGMENT_ONCE: read by one CTA only
+    int old;                  // of these, written before this step: may be read before the kernel in front has ended
     int position;             // absolute position of `slot`
 };
-constexpr int SEGMENT_OLD = 4, SEGMENT_ONCE = 8;
+constexpr int SEGMENT_ONCE = 1 << 16;
 
-struct alignas(16) Item {  // what one warpgroup does with consecutive tiles
+struct alignas(16) Item {  // what one warpgroup does with some tiles
     int tile;              // number of the first tile among the CTA's
     int tiles;
     int token, tokens;     // query tokens
     int head;              // KV head
     int flags;             // ITEM_*
-    int part;              // which partial result of its tokens this is
-    int spare;
+    int part;              // first row among the partial results
+    int paired;            // after so many of its tiles comes one of the other warpgroup's
 };
 constexpr int ITEM_SHARED = 1, ITEM_DIRECT = 2, ITEM_CAUSAL = 4;
 
-struct alignas(16) Lists {  // of one CTA: [begin, end) of its segments and of the items of each warpgroup
-    int segments[2], items[2][2];
-    int spare[2];
-    Segment segment;        // a copy of the first one, and the pages of its first tile's boxes: one miss instead of three
-    int pages[16];
+struct alignas(16) Lists {         // of one CTA
+    int segments[3][2];            // [Set]: [begin, end)
+    int items[2][2];               // [warpgroup]: [begin, end)
+    int split_first;               // whether the warpgroups' own tiles come before the shared ones
+    int spare[5];
+    Segment first[3];              // a copy of each list's first segment, and the pages of its first tile's boxes:
+    int pages[3][8];               // one miss instead of three
 };
 
 struct Arguments {
@@ -62,11 +66,11 @@ struct Arguments {
     const Item* items;
     const int* pages;
     const int* token_end;   // [tokens] positions that a query token attends to: [0, token_end)
-    const int* token_slot;  // [tokens] the token's first row among the partial results
     unsigned short* out;    // [tokens, heads, HEAD_DIM]
     float* lse;             // [tokens, heads] or null
-    unsigned short* partial_out;  // [slots, heads, HEAD_DIM], fp16
-    float* partial_lse;     // [slots, heads], natural logarithm
+    unsigned short* partial_out;  // [rows, HEAD_DIM], fp16
+    float* partial_lse;     // [rows], natural logarithm
+    const float* scale_at;  // in place of `scale`, or null
     int heads;
     float scale;            // of the scores
 };
@@ -90,56 +94,89 @@ __device__ __forceinline__ void advance(int& stage, u32& phase) {
 }
 
 // ---- warp 0 ----
-__device__ __forceinline__ void stream_tiles(const Arguments& a, const TensorMap* k_map, const TensorMap* v_map, Shared& s) {
-    const int lane = threadIdx.x & 31, panel = lane % PANELS, box = lane / PANELS;
-    const Lists& lists = a.lists[blockIdx.x];
-    const int end = lists.segments[1];
-    int index = lists.segments[0];
-    if (index == end) return;
-    Segment now = lists.segment;
-    int page = box < BOXES ? lists.pages[box] : 0;
-    const u32 to = panel * PANEL_BYTES + box * BOX * 128;
-    bool waited = false;
+struct Cursor {  // in one of the CTA's lists of tiles
+    Segment now, next;
+    int index, end, tile;
+    int page;  // of this lane's box of the tile
+};
+
+struct Ring {
+    const Arguments& a;
+    const TensorMap *k_map, *v_map;
+    Shared& s;
     int stage = 0;
     u32 phase = 1;
-    for (; index < end; ++index) {
-        const Segment next = a.segments[min(index + 1, end - 1)];
-        const int set = now.flags & 3;
-        const u64 policy = now.flags & SEGMENT_ONCE ? 0x12F0000000000000ull : 0x14F0000000000000ull;  // evict first, last
-        if (!waited && !(now.flags & SEGMENT_OLD)) {
+    bool waited = false;
+
+    __device__ __forceinline__ Cursor begin(const Lists& lists, int set, int box) const {
+        Cursor c;
+        c.index = lists.segments[set][0], c.end = lists.segments[set][1], c.tile = 0;
+        if (c.index < c.end) {
+            c.now = lists.first[set];
+            c.page = box < BOXES ? lists.pages[set][box] : 0;
+            c.next = a.segments[min(c.index + 1, c.end - 1)];
+        }
+        return c;
+    }
+
+    __device__ __forceinline__ void put(Cursor& c, int set) {  // streams one tile
+        const int lane = threadIdx.x & 31, panel = lane % PANELS, box = lane / PANELS;
+        const u32 to = panel * PANEL_BYTES + box * BOX * 128;
+        const u64 policy = c.now.head & SEGMENT_ONCE ? 0x12F0000000000000ull : 0x14F0000000000000ull;  // evict first, last
+        const int head = c.now.head & (SEGMENT_ONCE - 1);
+        const int base = c.now.slot + c.tile * TILE, slot = base + box * BOX, page = c.page;
+        const bool mine = box < BOXES && slot < c.now.end, last = c.tile + 1 == c.now.tiles;
+        const int valid = min(TILE, c.now.end - base), begin = max(0, c.now.begin - base);
+        const int position = c.now.position + c.tile * TILE;
+        const u32 bytes = (valid + BOX - 1) / BOX * BOX * PANELS * 128;
+        if (!waited && c.tile >= c.now.old) {
             wait_for_previous_kernel();
             waited = true;
         }
-        for (int tile = 0; tile < now.tiles; ++tile) {
-            const int base = now.slot + tile * TILE;
-            const int slot = base + box * BOX;
-            const bool mine = box < BOXES && slot < now.end;
-            const bool last = tile + 1 == now.tiles;
-            const int later = last ? next.slot + box * BOX : slot + TILE;
-            const bool fetch = box < BOXES && later < (last ? next.end : now.end);
-            const int page_later = fetch ? a.pages[(last ? next.pages : now.pages) + later / PAGE_SIZE] : 0;
-            const int valid = min(TILE, now.end - base);
-            const u32 bytes = (valid + BOX - 1) / BOX * BOX * PANELS * 128;
-
-            wait(shared_address(&s.k_empty[stage]), phase);
-            const u32 k_full = shared_address(&s.k_full[set][stage]);
-            if (lane == 0) {
-                s.tile[stage] = make_int4(max(0, now.begin - base), valid, now.position + tile * TILE, 0);
-                arrive_expect(k_full, bytes);
-                if (set != BOTH) arrive(shared_address(&s.k_empty[stage]), 4);
-            }
-            if (mine) load_box(shared_address(s.k[stage]) + to, k_map, k_full, panel * 64, now.head, slot % PAGE_SIZE, page, policy);
-            wait(shared_address(&s.v_empty[stage]), phase);
-            const u32 v_full = shared_address(&s.v_full[set][stage]);
-            if (lane == 0) {
-                arrive_expect(v_full, bytes);
-                if (set != BOTH) arrive(shared_address(&s.v_empty[stage]), 4);
-            }
-            if (mine) load_box(shared_address(s.v[stage]) + to, v_map, v_full, panel * 64, now.head, slot % PAGE_SIZE, page, policy);
-            page = page_later;
-            advance(stage, phase);
+        ++c.tile;
+        if (last) {
+            c.now = c.next, c.tile = 0, ++c.index;
+            c.next = a.segments[min(c.index + 1, c.end - 1)];
         }
-        now = next;
+        const int later = c.now.slot + c.tile * TILE + box * BOX;
+        if (box < BOXES && c.index < c.end && later < c.now.end) c.page = a.pages[c.now.pages + later / PAGE_SIZE];
+
+        wait(shared_address(&s.k_empty[stage]), phase);
+        const u32 k_full = shared_address(&s.k_full[set][stage]), v_full = shared_address(&s.v_full[set][stage]);
+        if (lane == 0) {
+            s.tile[stage] = make_int4(begin, valid, position, 0);
+            arrive_expect(k_full, bytes);
+            if (set != BOTH) arrive(shared_address(&s.k_empty[stage]), 4);
+        }
+        if (mine) load_box(shared_address(s.k[stage]) + to, k_map, k_full, panel * 64, head, slot % PAGE_SIZE, page, policy);
+        wait(shared_address(&s.v_empty[stage]), phase);
+        if (lane == 0) {
+            arrive_expect(v_full, bytes);
+            if (set != BOTH) arrive(shared_address(&s.v_empty[stage]), 4);
+        }
+        if (mine) load_box(shared_address(s.v[stage]) + to, v_map, v_full, panel * 64, head, slot % PAGE_SIZE, page, policy);
+        __syncwarp();  // no lane may fall a whole phase behind the others
+        advance(stage, phase);
+    }
+};
+
+__device__ __forceinline__ void stream_tiles(const Arguments& a, const TensorMap* k_map, const TensorMap* v_map, Shared& s) {
+    const int box = (threadIdx.x & 31) / PANELS;
+    const Lists& lists = a.lists[blockIdx.x];
+    const int split_first = lists.split_first;
+    Ring ring = {a, k_map, v_map, s};
+#pragma unroll 1
+    for (int part = 0; part < 2; ++part) {
+        if (part == split_first) {
+            Cursor both = ring.begin(lists, BOTH, box);
+            while (both.index < both.end) ring.put(both, BOTH);
+        } else {
+            Cursor first = ring.begin(lists, FIRST, box), second = ring.begin(lists, SECOND, box);
+            while (first.index < first.end || second.index < second.end) {
+                if (first.index < first.end) ring.put(first, FIRST);
+                if (second.index < second.end) ring.put(second, SECOND);
+            }
+        }
     }
 }
 
@@ -159,11 +196,11 @@ __device__ __forceinline__ void load_queries(const Arguments& a, const TensorMap
         int to[2], last[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const int row = lane + 32 * i, token = item.token + row / GROUP, head = item.head * GROUP + row % GROUP;
+            const int row = lane + 32 * i, token = item.token + row / GROUP;
             const bool used = row < item.tokens * GROUP;
             last[i] = used && (item.flags & ITEM_CAUSAL) ? a.token_end[token] : NO_LIMIT;
-            const int at = !used || (item.flags & ITEM_DIRECT) ? token : a.token_slot[token] + item.part;
-            to[i] = used ? at * a.heads + head : -1;
+            const int direct = token * a.heads + item.head * GROUP + row % GROUP;
+            to[i] = !used ? -1 : item.flags & ITEM_DIRECT ? direct : item.part + row;
         }
         wait(shared_address(&s.q_empty[group]), parity ^ 1);
         if (lane < PANELS)
@@ -250,14 +287,14 @@ __device__ __forceinline__ void start_values(float (&o)[HEAD_DIM / 2], const u32
 }
 
 // Normalises one of the thread's two rows and writes it.
-__device__ __forceinline__ void finish_row(const Arguments& a, const float (&o)[HEAD_DIM / 2], float maximum, float sum, int r,
-                                           int to, bool direct) {
+__device__ __forceinline__ void finish_row(const Arguments& a, const float (&o)[HEAD_DIM / 2], float scale, float maximum, float sum,
+                                           int r, int to, bool direct) {
     sum += __shfl_xor_sync(~0u, sum, 1);
     sum += __shfl_xor_sync(~0u, sum, 2);
     if (to < 0) return;
     const int quad = threadIdx.x & 3;
     const float inverse = sum > 0.f ? 1.f / sum : 0.f;
-    const float lse = sum > 0.f ? maximum * a.scale + log2_fast(sum) * 0.69314718056f : -INF;
+    const float lse = sum > 0.f ? (maximum * scale + log2_fast(sum)) * 0.69314718056f : -INF;
     u32* row = reinterpret_cast<u32*>((direct ? a.out : a.partial_out) + static_cast<long long>(to) * HEAD_DIM) + quad;
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 8; ++i) {
@@ -274,7 +311,7 @@ __device__ __forceinline__ void attend(const Arguments& a, Shared& s, int group)
     const int thread = threadIdx.x & 127, lane = thread & 31, row = thread / 32 * 16 + lane / 4, column = 2 * (lane & 3);
     const Lists& lists = a.lists[blockIdx.x];
     const int items = lists.items[group][1] - lists.items[group][0];
-    const float scale = a.scale * 1.44269504089f;
+    const float scale = (a.scale_at ? *a.scale_at : a.scale) * 1.44269504089f;
     u32 k_phases = 0, v_phases = 0;  // a bit for each stage and set: [own stages][shared stages]
     float scores[64], o[HEAD_DIM / 2];
     u32 p[32];
@@ -335,7 +372,8 @@ __device__ __forceinline__ void attend(const Arguments& a, Shared& s, int group)
 
         for (int tile = 1; tile < item.tiles; ++tile) {
             const int before = stage;
-            stage = stage + 1 == STAGES ? 0 : stage + 1;
+            stage += tile <= item.paired ? 2 : 1;
+            if (stage >= STAGES) stage -= STAGES;
             next_scores(stage);
             next_values(before, tile > 1);
             mma_wait<1>();
@@ -355,8 +393,8 @@ __device__ __forceinline__ void attend(const Arguments& a, Shared& s, int group)
         mma_wait<0>();
         pin(o);
         values_done(stage);
-        finish_row(a, o, rows.maximum[0], rows.sum[0], 0, to0, item.flags & ITEM_DIRECT);
-        finish_row(a, o, rows.maximum[1], rows.sum[1], 1, to1, item.flags & ITEM_DIRECT);
+        finish_row(a, o, scale, rows.maximum[0], rows.sum[0], 0, to0, item.flags & ITEM_DIRECT);
+        finish_row(a, o, scale, rows.maximum[1], rows.sum[1], 1, to1, item.flags & ITEM_DIRECT);
     }
 }
 
@@ -386,12 +424,12 @@ forest_attention(const __grid_constant__ TensorMap q_map, const __grid_constant_
     __syncthreads();
     let_next_kernel_start();
     if (threadIdx.x < 128) {
-        fewer_registers<72>();
+        fewer_registers<88>();
         const int warp = threadIdx.x / 32;
         if (warp == 0) stream_tiles(a, &k_map, &v_map, s);
         else if (warp < 3) load_queries(a, &q_map, s, warp - 1);
     } else {
-        more_registers<216>();
+        more_registers<208>();
         attend(a, s, threadIdx.x / 128 - 1);
     }
 }
