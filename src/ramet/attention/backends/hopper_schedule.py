@@ -40,7 +40,7 @@ class Shape:
     --------
     >>> shape = Shape(num_kv_heads=28, group_size=1, page_size=16, sms=132)
     >>> shape.heads, shape.repeats, shape.ctas
-    (7, 4, 33)
+    (2, 14, 9)
     """
 
     num_kv_heads: int
@@ -405,12 +405,12 @@ def _copy_first(lists: np.ndarray, segments: np.ndarray, bounds: np.ndarray, pag
     used = np.flatnonzero(bounds[:, 0] < bounds[:, 1])
     cta, kind = used // 3, used % 3
     firsts = segments[bounds[used, 0]]
-    for column in range(8):
-        lists[cta, 16 + 8 * kind + column] = firsts[:, column]
-    for box in range(TILE // shape.box):
-        slot = firsts[:, 1] + box * shape.box
-        at = np.minimum(firsts[:, 0] + slot // shape.page_size, len(pages) - 1)
-        lists[cta, 40 + 8 * kind + box] = np.where(slot < firsts[:, 3], pages[at], 0)
+    boxes = TILE // shape.box
+    slot = firsts[:, 1:2] + shape.box * np.arange(boxes)
+    at = np.minimum(firsts[:, 0:1] + slot // shape.page_size, len(pages) - 1)
+    eights = lists.reshape(len(lists), 8, 8)
+    eights[cta, 2 + kind] = firsts
+    eights[cta, 5 + kind, :boxes] = np.where(slot < firsts[:, 3:4], pages[at], 0)
 
 
 def _token_ends(work: WorkList) -> np.ndarray:

@@ -89,6 +89,8 @@ struct alignas(1024) Shared {
     u64 q_full[2], q_empty[2];
 };
 
+static_assert(sizeof(Shared) <= 227 * 1024, "more shared memory than a CTA can have");
+
 __device__ __forceinline__ void advance(int& stage, u32& phase) {
     if (++stage == STAGES) stage = 0, phase ^= 1;
 }
