@@ -12,6 +12,7 @@ from ramet.attention.ops import append_kv, forest_attention, merge_states
 from ramet.attention.planner import AttentionPlan, plan, plan_buffers, workspace_size
 from ramet.attention.problem import Problem, Support
 from ramet.attention.registry import Explanation, backend_order, explain, select, supports
+from ramet.attention.tables import context_attention, decode_attention, mla_decode_attention
 from ramet.attention.types import BAD_PAGE_INDEX, ForestArrays
 from ramet.attention.work import PlanCounters, WorkList
 
@@ -29,6 +30,9 @@ __all__ = [
     "workspace_size",
     # stateless operations
     "forest_attention",
+    "decode_attention",
+    "context_attention",
+    "mla_decode_attention",
     "merge_states",
     "append_kv",
     # choosing a backend
