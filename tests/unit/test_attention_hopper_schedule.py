@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import hopper_emulator
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ramet.attention.backends.hopper_schedule import SHARED_TILE, Shape, schedule
+from ramet.attention.backends.hopper_schedule import SHARED_TILE, Scheduler, Shape
 from ramet.attention.build import build_work
 from ramet.attention.problem import SharePolicy
 from ramet.attention.types import ForestArrays
@@ -94,7 +96,7 @@ def test_equals_dense_attention(seed, rows, nodes, page_size, longest, max_q, he
     forest = random_forest(rng, rows, nodes, page_size, longest, max_q)
     num_kv_heads, group = heads
     shape = Shape(num_kv_heads, group, page_size, sms)
-    plan = schedule(build_work(forest, SharePolicy(least)), shape)
+    plan = Scheduler(shape).schedule(build_work(forest, SharePolicy(least)))
     q = rng.standard_normal((int(forest.cu_seqlens_q[-1]), num_kv_heads * group, 4))
     k, v = rng.standard_normal((2, len(forest.node_pages) * page_size, num_kv_heads, 4))
     expected = dense(forest, page_size, q, k, v, 0.5)
@@ -109,7 +111,7 @@ def test_equals_dense_attention(seed, rows, nodes, page_size, longest, max_q, he
 )
 def test_work_is_spread_evenly(prompts: int, samples: int, prefix: int, q_len: int) -> None:
     shape = Shape(4, 7, 128)
-    plan = schedule(build_work(star(prompts, samples, prefix, 256, q_len), SharePolicy(0)), shape)
+    plan = Scheduler(shape).schedule(build_work(star(prompts, samples, prefix, 256, q_len), SharePolicy(0)))
     tiles = np.append(0, np.cumsum(plan.segments[:, 5]))
     own, both = (tiles[plan.lists[:, end]] - tiles[plan.lists[:, begin]] for begin, end in ((0, 3), (4, 5)))
     cost = own + SHARED_TILE * both
@@ -118,7 +120,7 @@ def test_work_is_spread_evenly(prompts: int, samples: int, prefix: int, q_len: i
 
 def test_first_tokens_of_this_step_are_waited_for() -> None:
     shape = Shape(1, 4, 128, 2)
-    plan = schedule(build_work(star(1, 2, 256, 300, 1), SharePolicy(0)), shape)
+    plan = Scheduler(shape).schedule(build_work(star(1, 2, 256, 300, 1), SharePolicy(0)))
     assert sorted((int(s[5]), int(s[6])) for s in plan.segments) == [(2, 2), (3, 2), (3, 2)]
 
 
@@ -126,3 +128,13 @@ def test_first_tokens_of_this_step_are_waited_for() -> None:
 def test_nearly_all_sms_take_part(heads: int) -> None:
     shape = Shape(heads, 1, 128)
     assert 125 <= shape.ctas * shape.repeats <= 132 and shape.heads * shape.repeats == heads
+
+
+def test_grows_within_its_tiles_as_if_planned_anew() -> None:
+    shape, policy = Shape(2, 7, 16, 8), SharePolicy(0)
+    scheduler = Scheduler(shape)
+    for tail in (*range(120, 136), 60):
+        work = build_work(star(2, 5, 300, tail, 3, 16), policy)
+        kept, anew = scheduler.schedule(work), Scheduler(shape).schedule(work)
+        for field in dataclasses.fields(anew):
+            np.testing.assert_array_equal(getattr(kept, field.name), getattr(anew, field.name), err_msg=field.name)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ramet.attention.backends.base import Tensors
-from ramet.attention.backends.hopper_schedule import Schedule, Shape, schedule
+from ramet.attention.backends.hopper_schedule import Schedule, Scheduler, Shape
 from ramet.attention.buffers import Arrays, Capacity, PlanBuffers
 from ramet.attention.problem import Problem, SharePolicy, Support
 from ramet.attention.work import WorkList
@@ -53,7 +53,9 @@ class HopperBackend:
     ) -> HopperExecutor:
         index = torch.cuda.current_device() if device.index is None else device.index
         shape = _shape(problem, _sms("cuda", index))
-        plan = schedule(work, shape)
+        kept = None if buffers is None else buffers.last
+        scheduler = kept.scheduler if isinstance(kept, HopperExecutor) else Scheduler(shape)
+        plan = scheduler.schedule(work)
         if buffers is None:
             tokens = len(plan.merge_begin) // shape.heads
             sizes = (tokens, len(plan.segments), len(plan.items), len(plan.merge_entries), plan.partial_rows)
@@ -62,9 +64,8 @@ class HopperBackend:
             capacity = Capacity(max(1, tokens), max(1, work.num_rows), max(1, pages))
             buffers = PlanBuffers(self.name, problem, capacity, arrays, torch.device("cuda", index))
         _fill(buffers, plan, work.forest.node_pages, shape)
-        kept = buffers.last
         if not isinstance(kept, HopperExecutor):
-            kept = buffers.last = HopperExecutor(problem, shape, buffers, index)
+            kept = buffers.last = HopperExecutor(problem, scheduler, buffers, index)
         return kept
 
 
@@ -179,8 +180,9 @@ def _kernels(head_dim: int, group: int, page_size: int, heads: int, dtype: str, 
 class HopperExecutor:
     """Two launches a layer: attention, then the merge of partial results."""
 
-    def __init__(self, problem: Problem, shape: Shape, buffers: PlanBuffers, device: int) -> None:
+    def __init__(self, problem: Problem, scheduler: Scheduler, buffers: PlanBuffers, device: int) -> None:
         assert problem.dtype is not None
+        self.scheduler, shape = scheduler, scheduler.shape
         self._problem, self._shape, self._buffers, self._device = problem, shape, buffers, device
         self._kernels = _kernels(
             problem.head_dim, problem.group_size, problem.page_size, shape.heads, _DTYPES[problem.dtype], device

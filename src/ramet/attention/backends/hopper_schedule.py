@@ -165,8 +165,26 @@ class _Pieces:
         return sums - sums[np.searchsorted(self.part, self.part, "left")] if len(sums) else sums
 
 
-def schedule(work: WorkList, shape: Shape) -> Schedule:
-    """Spread a work list over the CTAs.
+@dataclass(frozen=True)
+class _Layout:
+    """What of a schedule stays while rows grow within their last tiles."""
+
+    key: tuple[np.ndarray, ...]
+    lists: np.ndarray  # without the copies of first segments
+    items: np.ndarray  # without CAUSAL, in the kernel's order
+    item_source: np.ndarray
+    merge_begin: np.ndarray
+    merge_entries: np.ndarray
+    partial_rows: int
+    strip: np.ndarray  # of each segment
+    first: np.ndarray  # its first tile in the strip
+    tiles: np.ndarray
+    head: np.ndarray  # with ONCE
+    bounds: np.ndarray  # of each CTA's three lists of segments
+
+
+class Scheduler:
+    """Spreads one work list after another over the CTAs; who does what is kept while no row needs another tile.
 
     Examples
     --------
@@ -176,11 +194,36 @@ def schedule(work: WorkList, shape: Shape) -> Schedule:
     >>> ints = lambda *values: np.array(values, dtype=np.int32)
     >>> forest = ForestArrays(
     ...     ints(0, 1), ints(0), ints(-1), ints(0), ints(200), ints(0), ints(0, 2), ints(7, 3))
-    >>> plan = schedule(build_work(forest, SharePolicy(0)), Shape(num_kv_heads=1, group_size=4, page_size=128, sms=2))
+    >>> scheduler = Scheduler(Shape(num_kv_heads=1, group_size=4, page_size=128, sms=2))
+    >>> plan = scheduler.schedule(build_work(forest, SharePolicy(0)))
     >>> int(plan.segments[:, 5].sum())
     2
     """
-    sources = _sources(work, shape)
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        self._layout: _Layout | None = None
+
+    def schedule(self, work: WorkList) -> Schedule:
+        """The records of a work list."""
+        sources = _sources(work, self.shape)
+        key = (sources.strip_tile_end, sources.offset, sources.tiles, sources.token, sources.tokens, sources.once)
+        layout = self._layout
+        if layout is None or not all(map(np.array_equal, key, layout.key)):
+            layout = self._layout = _layout(sources, self.shape, key)
+        lists, items = layout.lists.copy(), layout.items
+        segments = _segments(work, sources, layout)
+        _copy_first(lists, segments, layout.bounds, work.forest.node_pages, self.shape)
+        token_end = np.empty(0, np.int32)
+        if sources.causal.any():
+            items, token_end = items.copy(), _token_ends(work)
+            items[:, 5] += CAUSAL * sources.causal[layout.item_source]
+        return Schedule(
+            lists, segments, items, token_end, layout.merge_begin, layout.merge_entries, layout.partial_rows
+        )
+
+
+def _layout(sources: _Sources, shape: Shape, key: tuple[np.ndarray, ...]) -> _Layout:
     jobs = _jobs(sources, shape)
     ctas = shape.ctas
     wide = jobs.tokens > shape.block
@@ -189,17 +232,16 @@ def schedule(work: WorkList, shape: Shape) -> Schedule:
     busy = own.sum(axis=0) + ITEM * np.bincount(narrow.part % ctas, minlength=ctas)
     both = np.flatnonzero(wide)
     shared = _cut(both, jobs.tiles, _time_left(busy, SHARED_TILE * float(jobs.tiles[both].sum())))
-
     lists = np.zeros((ctas, 64), np.int32)
     lists[:, 10] = np.arange(ctas) & 1
     items, order = _items(jobs, narrow, shared, own, lists, shape)
-    begin, entries, direct, items[:, 6], rows = _partials(items, shape, int(work.q_len.sum()))
+    tokens = int((jobs.token + jobs.tokens).max(initial=0))
+    begin, entries, direct, items[:, 6], rows = _partials(items, shape, tokens)
     items[:, 5] += DIRECT * direct
-    causal = sources.causal[jobs.source[np.concatenate([narrow.job, shared.job, shared.job])]]
-    items[:, 5] += CAUSAL * causal
-    segments = _segments(work, shape, sources, jobs, (narrow, shared), lists)
-    token_end = _token_ends(work) if causal.any() else np.empty(0, np.int32)
-    return Schedule(lists, segments, items[order], token_end, begin, entries, rows)
+    source = jobs.source[np.concatenate([narrow.job, shared.job, shared.job])]
+    return _Layout(
+        key, lists, items[order], source[order], begin, entries, rows, *_strips(sources, jobs, narrow, shared, lists)
+    )
 
 
 def _sources(work: WorkList, shape: Shape) -> _Sources:
@@ -367,36 +409,40 @@ def _partials(
     return begin, entries[np.argsort(place, kind="stable")].astype(np.int32), direct, first, int(rows.sum())
 
 
-def _segments(
-    work: WorkList, shape: Shape, sources: _Sources, jobs: _Jobs, both: tuple[_Pieces, _Pieces], lists: np.ndarray
-) -> np.ndarray:
-    """Segments by CTA and set of tiles; fills each CTA's bounds and its copies of the first ones."""
-    forest, (narrow, shared), ctas = work.forest, both, shape.ctas
+def _strips(
+    sources: _Sources, jobs: _Jobs, narrow: _Pieces, shared: _Pieces, lists: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Strip, first tile, tiles and head of each segment, by CTA and set of tiles; fills each CTA's bounds."""
+    ctas = len(lists)
     where = np.concatenate([narrow.part % ctas * 3 + narrow.part // ctas, shared.part * 3 + 2])
     job = np.concatenate([narrow.job, shared.job])
     begin = sources.offset[jobs.source[job]] + np.concatenate([narrow.begin, shared.begin])
     end = begin + np.concatenate([narrow.tiles, shared.tiles])
     low = np.searchsorted(sources.strip_tile_end, begin, "right")
     piece, nth, _ = _expand(np.searchsorted(sources.strip_tile_end, end - 1, "right") - low + 1)
+    order = np.argsort(where[piece], kind="stable")
+    piece, nth = piece[order], nth[order]
     strip = low[piece] + nth
     strip_begin = np.append(0, sources.strip_tile_end)[strip]
     first = np.maximum(begin[piece], strip_begin) - strip_begin
     tiles = np.minimum(end[piece], sources.strip_tile_end[strip]) - strip_begin - first
-    order = np.argsort(where[piece], kind="stable")
-    piece, strip, first, tiles = piece[order], strip[order], first[order], tiles[order]
-    job, node = job[piece], sources.strip_node[strip]
-    slot = sources.strip_slot[strip] + TILE * first
-    segments = np.zeros((len(piece), 8), np.int32)
-    segments[:, 0] = forest.node_page_indptr[node]
-    segments[:, 1] = slot
-    segments[:, 2], segments[:, 3] = sources.strip_first[strip], sources.strip_end[strip]
-    segments[:, 4] = jobs.head[job] + ONCE * sources.once[jobs.source[job]]
-    segments[:, 5] = tiles
-    segments[:, 6] = np.clip(sources.strip_old[strip] - first, 0, tiles)
-    segments[:, 7] = forest.node_start[node] - sources.strip_first[strip] + slot
     bounds = _bounds(where[piece], 3 * ctas)
     lists[:, 0:6] = bounds.reshape(ctas, 6)
-    _copy_first(lists, segments, bounds, forest.node_pages, shape)
+    job = job[piece]
+    return strip, first, tiles, jobs.head[job] + ONCE * sources.once[jobs.source[job]], bounds
+
+
+def _segments(work: WorkList, sources: _Sources, layout: _Layout) -> np.ndarray:
+    forest, strip = work.forest, layout.strip
+    node, begin = sources.strip_node[strip], sources.strip_first[strip]
+    slot = sources.strip_slot[strip] + TILE * layout.first
+    segments = np.empty((len(strip), 8), np.int32)
+    segments[:, 0] = forest.node_page_indptr[node]
+    segments[:, 1] = slot
+    segments[:, 2], segments[:, 3] = begin, sources.strip_end[strip]
+    segments[:, 4], segments[:, 5] = layout.head, layout.tiles
+    segments[:, 6] = np.clip(sources.strip_old[strip] - layout.first, 0, layout.tiles)
+    segments[:, 7] = forest.node_start[node] - begin + slot
     return segments
 
 
