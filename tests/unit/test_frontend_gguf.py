@@ -266,3 +266,27 @@ def test_sentencepiece_without_scores_is_an_error(tmp_path: Path) -> None:
         build_tokenizer(sentencepiece_metadata() | {"tokenizer.ggml.scores": []}, tmp_path)
     with pytest.raises(ModelError, match="1 scores"):
         build_tokenizer(sentencepiece_metadata() | {"tokenizer.ggml.scores": [0.0]}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"tokenizer.ggml.tokens": 5},
+        {"tokenizer.ggml.tokens": [1, 2]},
+        {"tokenizer.ggml.merges": [1]},
+        {"tokenizer.ggml.token_type": ["x"]},
+        {"tokenizer.ggml.eos_token_id": "x"},
+        {"tokenizer.ggml.model": 5},
+    ],
+    ids=lambda wrong: str(wrong)[15:40],
+)
+def test_entries_of_another_type_are_named(tmp_path: Path, wrong: dict) -> None:
+    with pytest.raises(ModelError, match=f"{next(iter(wrong))} is ") as caught:
+        tiny(tmp_path, "smollm", **wrong)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
+
+
+def test_special_ids_outside_the_vocabulary_mean_none(tmp_path: Path) -> None:
+    """Some files write 2 ** 32 - 1 for a token that the model does not have."""
+    tokenizer = tiny(tmp_path, "smollm", **{"tokenizer.ggml.eos_token_id": 2**32 - 1, "tokenizer.ggml.eot_token_id": 2})
+    assert tokenizer.eos_token_ids == (2,)

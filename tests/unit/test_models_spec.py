@@ -90,12 +90,28 @@ def test_generation_config_overrides_the_end_of_sequence_ids() -> None:
         ({"num_key_value_heads": 3}, ModelError, "num_attention_heads is 4, not a multiple"),
         ({"num_attention_heads": 5, "num_key_value_heads": 5}, ModelError, "hidden_size is 64, not a multiple"),
         ({"eos_token_id": "</s>"}, ModelError, "eos_token_id is '</s>'"),
+        ({"eos_token_id": [2, True]}, ModelError, "eos_token_id is \\[2, True\\]"),
+        ({"num_hidden_layers": 10**30}, ModelError, "num_hidden_layers is 1000.*from 1 to 10,000"),
+        ({"vocab_size": 2**31}, ModelError, "vocab_size is 2147483648"),
+        ({"rms_norm_eps": float("nan")}, ModelError, "rms_norm_eps is nan"),
+        ({"rope_theta": float("inf")}, ModelError, "rope_theta is inf"),
+        ({"rope_theta": 1, "rope_scaling": {"type": "yarn", "factor": 2.0}}, ModelError, "rope_theta is 1.0.*'yarn'"),
+        ({"head_dim": 2, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, ModelError, "2 dimensions.*at least 4"),
+        ({"rope_scaling": {"type": "llama3", **SCALED, "low_freq_factor": 4}}, ModelError, "low_freq_factor is 4.0"),
+        ({"rope_parameters": {"frequency_factors": [1.0]}}, ModelError, "frequency_factors is .*a list of 8"),
+        ({"rope_parameters": {"frequency_factors": [0.0] * 8}}, ModelError, "frequency_factors is 0.0"),
     ],
 )
 def test_what_is_not_read_is_named_in_one_line(changes: dict[str, Any], kind: type[RametError], words: str) -> None:
     with pytest.raises(kind, match=words) as caught:
         spec_from_config(LLAMA | changes)
     assert "\n" not in str(caught.value)
+
+
+def test_an_end_outside_the_vocabulary_is_left_out_and_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="ramet.models.spec"):
+        assert spec_from_config(LLAMA | {"eos_token_id": [2, 100, -1]}).eos_token_ids == (2,)
+    assert "[100, -1] is outside the vocabulary of 100 tokens" in caplog.text
 
 
 def test_max_model_len_is_the_models_own_unless_asked_for_less() -> None:
