@@ -203,6 +203,11 @@ class AsyncLLM:
         """Requests whose end has not come yet, those that were aborted included."""
         return 0 if self._engine is None else self._engine.num_open
 
+    @property
+    def model_defaults(self) -> dict[str, Any]:
+        """Sampling parameters that the model's generation_config sets."""
+        return dict(self._defaults)
+
     def default_sampling_params(self) -> tuple[SamplingParams, dict[str, str]]:
         """Return the parameters used when none are given, and the source of each that is not built in."""
         return SamplingParams(**self._defaults), dict.fromkeys(self._defaults, "generation_config")
@@ -380,8 +385,8 @@ class AsyncLLM:
     def _take(self, report: m.Report) -> None:
         if isinstance(report, m.News):
             if self._engine is not None and self._client is not None:
+                self._count_tokens(report.pieces)  # before the ends of the requests they belong to
                 self._take_events(self._client, self._engine.events(report))
-                self._count_tokens(report.pieces)
         elif isinstance(report, m.Reply):
             answer = self._calls.get(report.number)
             if answer is not None and not answer.done():
@@ -421,13 +426,16 @@ class AsyncLLM:
         now = monotonic()
         tokens: dict[str, int] = {}
         samples: dict[str, int] = {}
+        ends: dict[str, int] = {}
         for piece in pieces:
             name = piece.request_id
             tokens[name] = tokens.get(name, 0) + len(piece.new.tokens) // 4
             samples[name] = samples.get(name, 0) + 1
+            if piece.finish_reason is not None:
+                ends[name] = ends.get(name, 0) + 1
         for name, count in tokens.items():
             if self.observer is not None:
-                self.observer.news(name, count, samples[name], now)
+                self.observer.news(name, count, samples[name], ends.get(name, 0), now)
             self._add_to_backlog(name, count)
 
     def _add_to_backlog(self, name: str, tokens: int) -> None:

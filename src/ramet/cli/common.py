@@ -27,6 +27,13 @@ def _make_llm(model: str, **fields: Any) -> Any:
     return LLM(model, **fields)
 
 
+def _serve(model: str, engine: dict[str, Any], config: Any) -> None:
+    from ramet.async_llm import AsyncLLM  # as above
+    from ramet.server.run import run
+
+    run(AsyncLLM(model, max_backlog=config.max_backlog, **engine), config)
+
+
 @dataclass
 class Context:
     """What a command is run with; tests give their own.
@@ -35,10 +42,13 @@ class Context:
     ----------
     make_llm : callable
         From a model's name and engine settings to an ``LLM``.
+    serve : callable
+        Serves a model, from its name, engine settings and server settings.
     stdin, stdout, stderr : text streams
     """
 
     make_llm: Callable[..., Any] = _make_llm
+    serve: Callable[[str, dict[str, Any], Any], None] = _serve
     stdin: TextIO = field(default_factory=lambda: sys.stdin)
     stdout: TextIO = field(default_factory=lambda: sys.stdout)
     stderr: TextIO = field(default_factory=lambda: sys.stderr)

@@ -16,9 +16,12 @@ def snapshot(engine: Engine) -> dict[str, Any]:
     pool, forest, waiting = engine.forest.pool, engine.forest, engine.scheduler.waiting
     in_use = pool.num_allocated - forest.num_evictable
     shared = min(_shared_pages(engine), in_use)
+    not_begun = sum(group.times.scheduled is None for group in engine.groups.values())
     return {
         **asdict(engine.stats),
         "sampler": dict(engine.sampler.counters),
+        "requests_waiting": not_begun,
+        "requests_running": len(engine.groups) - not_begun,
         "groups_waiting": len(waiting),
         "samples_waiting": sum(len(admission.samples) for admission in waiting),
         "samples_running": engine.rows.num_running,

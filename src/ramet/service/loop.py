@@ -245,9 +245,11 @@ class EngineLoop:
             self._submit(command)
 
     def _stats(self) -> dict[str, Any]:
+        found, held = snapshot(self.engine), len(self._held) + len(self._compiling)
         return {
-            **snapshot(self.engine),
-            "requests_held": len(self._held) + len(self._compiling),
+            **found,
+            "requests_waiting": found["requests_waiting"] + held,
+            "requests_held": held,
             "paused": self._paused,
             "step_tokens": {"counts": self._step_tokens.counts, "total": int(self._step_tokens.total)},
         }

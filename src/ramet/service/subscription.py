@@ -19,8 +19,9 @@ class Observer(Protocol):
     def began(self, output: RequestOutput) -> None:
         """A request was handed to the engine."""
 
-    def news(self, request_id: str, tokens: int, samples: int, now: float) -> None:
-        """New tokens of some samples of a streamed request came, at ``now`` of ``time.monotonic()``."""
+    def news(self, request_id: str, tokens: int, samples: int, ends: int, now: float) -> None:
+        """New ``tokens`` of some ``samples`` of a request came, of which some ``ends``, at ``now`` of
+        ``time.monotonic()``; of one that does not stream only together with the ends."""
 
     def ended(self, output: RequestOutput, event: GroupEvent, now: float) -> None:
         """A request ended, in whatever way."""
