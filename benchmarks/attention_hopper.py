@@ -1,7 +1,7 @@
 """The Hopper kernel on the shapes of its targets: one layer, merge included, graph replay, K and V rotated over pools.
 
-Usage: ``python benchmarks/attention_hopper.py [--json FILE]``. Needs an SM90 GPU. Heads 28/4 of 128, bf16, pages of 128,
-tails of 256 tokens. The floor is the larger of bytes / 4.3 TB/s and operations / 790 TFLOP/s.
+Usage: ``python benchmarks/attention_hopper.py [--json FILE]``. Needs an SM90 GPU. Heads 28/4 of 128, bf16, pages of
+128, tails of 256 tokens. The floor is the larger of bytes / 4.3 TB/s and operations / 790 TFLOP/s.
 """
 
 from __future__ import annotations
