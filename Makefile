@@ -17,7 +17,7 @@ PROMPT ?= Write one sentence about a tree that grows from its own root.
 N ?= 8
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak lint format bench-cpu clean
+.PHONY: help demo test test-gpu soak lint format bench-cpu clean
 
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*##/|/' | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -27,6 +27,13 @@ demo: $(VENV)/.demo  ## set up, then N samples (default 8) of PROMPT from SmolLM
 
 test: $(VENV)/.dev  ## set up, then the test suite (without soak tests)
 	$(BIN)/python -m pytest $(ARGS)
+
+# The GPU tests use the Python of the machine, whose torch and Triton fit its driver.
+test-gpu:  ## the tests on a GPU, with PYTHON's own torch and Triton; then memory checks on a small set
+	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu -m gpu $(ARGS)
+	@command -v compute-sanitizer >/dev/null || { echo "compute-sanitizer is not installed: memory was not checked"; exit 0; } && \
+	    PYTHONPATH=src PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 1 --leak-check no \
+	    $(PYTHON) -m pytest tests/gpu/test_triton.py -m gpu -q -k "float32 or workspace or rope"
 
 soak: $(VENV)/.dev  ## the long tests: thousands of requests and aborts
 	$(BIN)/python -m pytest -m soak --timeout 3600 $(ARGS)

@@ -11,7 +11,16 @@ import pytest
 import torch
 from attention_oracle import Case, check_against_dense, random_case, rms
 
-from ramet.attention import Capacity, ForestArrays, Problem, plan, plan_buffers, workspace_size
+from ramet.attention import (
+    Capacity,
+    ForestArrays,
+    Problem,
+    decode_attention,
+    plan,
+    plan_buffers,
+    rope_append_kv,
+    workspace_size,
+)
 from ramet.errors import CapacityExceeded, InvalidArgument
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -247,3 +256,52 @@ def test_a_pool_of_more_than_two_to_the_31_elements() -> None:
             target[page] = values[old].cuda()
     out = plan(far, **case.shape(), dtype=BF16, device="cuda", gate="open").run(q.cuda(), *pool, sm_scale=SCALE)
     check_against_dense(case, q, out.cpu(), SCALE)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rope_and_the_write_of_k_and_v_in_one_launch(interleaved: bool) -> None:
+    generator = torch.Generator(device="cuda").manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device="cuda").to(BF16)
+
+    q, k, v = normal(9, 28, 128), normal(9, 4, 128), normal(9, 4, 128)
+    norm, turn = normal(128), torch.outer(torch.arange(100.0), 1e4 ** -(torch.arange(0, 64, 2) / 64))
+    cos_sin = torch.cat([turn.cos(), turn.sin()], 1).cuda()
+    pools = [torch.full((6, 16, 4, 128), 7.0, dtype=BF16, device="cuda") for _ in range(4)]
+    positions, slots = torch.arange(9) * 7, torch.tensor([3, 90, -1, 5, 17, 40, 41, 0, 95])
+    options = {"interleaved": interleaved, "q_norm": norm, "k_norm": norm}
+    arguments = {"positions": positions.cuda(), "slot_mapping": slots.cuda(), "cos_sin": cos_sin}
+    out = rope_append_kv(q, k, v, *pools[:2], **arguments, **options)
+    host = [tensor.cpu() for tensor in (q, k, v, *pools[2:])]
+    expected = rope_append_kv(
+        *host,
+        **{n: t.cpu() for n, t in arguments.items()},
+        interleaved=interleaved,
+        q_norm=norm.cpu(),
+        k_norm=norm.cpu(),
+    )
+    torch.testing.assert_close(out.cpu(), expected, rtol=2**-7, atol=2**-7)
+    torch.testing.assert_close(pools[0].cpu(), host[3], rtol=2**-7, atol=2**-7)
+    assert torch.equal(pools[1].cpu(), host[4])
+
+
+def test_block_tables_on_the_device_never_wait(no_sync: None) -> None:
+    torch.cuda.set_sync_debug_mode("default")
+    cache = torch.randn(64, 2, 2, 16, 64, generator=torch.Generator(device="cuda").manual_seed(1), device="cuda").to(
+        BF16
+    )
+    q = torch.randn(3, 8, 64, device="cuda", generator=torch.Generator(device="cuda").manual_seed(2)).to(BF16)
+    table = torch.randperm(64, generator=torch.Generator().manual_seed(3))[:30].view(3, 10).int()
+    lengths = torch.tensor([150, 0, 33], dtype=torch.int32)
+    on_device = {"block_table": table.cuda(), "seq_lens": lengths.cuda()}
+    expected, expected_lse = decode_attention(
+        q.float().cpu(), cache.float().cpu(), block_table=table, seq_lens=lengths, backend="reference", return_lse=True
+    )
+    decode_attention(q, cache, **on_device)
+    torch.cuda.set_sync_debug_mode("error")
+    for bound in (None, 150):
+        out, lse = decode_attention(q, cache, **on_device, max_kv_len=bound, return_lse=True)
+        torch.cuda.set_sync_debug_mode("default")
+        torch.testing.assert_close(out.float().cpu(), expected, rtol=2e-2, atol=1e-2)
+        torch.testing.assert_close(lse.cpu(), expected_lse, rtol=1e-4, atol=1e-4)

@@ -12,6 +12,7 @@ from ramet.attention.ops import append_kv, forest_attention, merge_states
 from ramet.attention.planner import AttentionPlan, plan, plan_buffers, workspace_size
 from ramet.attention.problem import Problem, Support
 from ramet.attention.registry import Explanation, backend_order, explain, select, supports
+from ramet.attention.rope import rope_append_kv
 from ramet.attention.tables import context_attention, decode_attention, mla_decode_attention
 from ramet.attention.types import BAD_PAGE_INDEX, ForestArrays
 from ramet.attention.work import PlanCounters, WorkList
@@ -35,6 +36,7 @@ __all__ = [
     "mla_decode_attention",
     "merge_states",
     "append_kv",
+    "rope_append_kv",
     # choosing a backend
     "Problem",
     "Support",
