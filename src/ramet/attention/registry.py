@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from ramet.attention.backends.base import Backend
 from ramet.attention.backends.cpu import CpuBackend
+from ramet.attention.backends.fa4 import Fa4Backend
 from ramet.attention.backends.reference import ReferenceBackend
 from ramet.attention.backends.triton import TritonBackend
 from ramet.attention.problem import Problem, Support
@@ -21,7 +22,7 @@ from ramet.errors import InvalidArgument, Unsupported, nearest
 ENVIRONMENT = "RAMET_ATTENTION"
 
 BACKENDS: MappingProxyType[str, Backend] = MappingProxyType(
-    {"cpu": CpuBackend(), "triton": TritonBackend(), "reference": ReferenceBackend()}
+    {"cpu": CpuBackend(), "triton": TritonBackend(), "fa4": Fa4Backend(), "reference": ReferenceBackend()}
 )
 """All backends, in the order in which they are asked."""
 
@@ -63,9 +64,9 @@ def backend_order(edits: str) -> tuple[str, ...]:
     Examples
     --------
     >>> backend_order("")
-    ('cpu', 'triton', 'reference')
+    ('cpu', 'triton', 'fa4', 'reference')
     >>> backend_order("+reference")
-    ('reference', 'cpu', 'triton')
+    ('reference', 'cpu', 'triton', 'fa4')
     >>> backend_order("reference")
     ('reference',)
     """
