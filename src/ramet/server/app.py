@@ -10,6 +10,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 import ramet
+from ramet.errors import RametError
 from ramet.server import control
 from ramet.server.chat import chat_completions
 from ramet.server.completions import completions
@@ -53,7 +54,8 @@ def make_app(state: ServerState) -> ASGIApp:
         for path, endpoint in routes.items():
             app.add_route(path, endpoint, methods=[method])
     app.add_exception_handler(HTTPException, _as_openai)
-    app.add_exception_handler(ApiError, on_error)
+    for kind in (ApiError, RametError, Exception):
+        app.add_exception_handler(kind, on_error)
     gate: ASGIApp = Gate(app, config.api_key, config.access_log)
     if not config.allowed_origins:
         return gate

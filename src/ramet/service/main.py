@@ -70,7 +70,8 @@ def connect(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket
 
 
 def _end_with_the_front_end() -> None:
-    while sys.stdin.buffer.read(4096):
+    # Not by sys.stdin: a thread that waits in there would hold its lock when the interpreter ends.
+    while os.read(0, 4096):
         pass
     time.sleep(_LAST_SECONDS)
     os._exit(0)
