@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from numbers import Integral
 from time import perf_counter
 from types import TracebackType
@@ -15,6 +14,7 @@ from tqdm import tqdm
 from ramet import logs
 from ramet.config import EngineConfig
 from ramet.engine.group import GroupRequest
+from ramet.engine.snapshot import snapshot
 from ramet.errors import Closed, InvalidArgument, shown
 from ramet.frontend.build import build, default_sampling
 from ramet.frontend.client import Client, Prompt
@@ -252,20 +252,7 @@ class LLM:
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start, and the state of the pool; the keys are in ``docs/reference/stats.md``."""
-        engine = self.engine
-        pool, forest = engine.forest.pool, engine.forest
-        return {
-            **asdict(engine.stats),
-            "sampler": dict(engine.sampler.counters),
-            "groups_waiting": len(engine.scheduler.waiting),
-            "samples_running": engine.rows.num_running,
-            "pages_total": pool.num_pages,
-            "pages_free": pool.num_free,
-            "pages_cached": forest.num_evictable,
-            "pages_in_use": pool.num_allocated - forest.num_evictable,
-            "page_bytes": self.memory.page_bytes,
-            "runs": len(forest.runs),
-        }
+        return snapshot(self.engine)
 
     def reset_prefix_cache(self) -> int:
         """Forget every cached prefix that is not in use; returns the pages freed."""

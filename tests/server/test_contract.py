@@ -1,4 +1,4 @@
-"""The official client against the server: n, streams, usage, log-probabilities and stop strings in every combination."""
+"""The official client: n, streams, usage, log-probabilities and stop strings in every combination."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ def test_the_queue_admits_groups_whole_or_answers_429() -> None:
 
 def test_a_slow_reader_is_aborted_and_others_are_not_held_up() -> None:
     name = "m" * 2000  # repeated by every event: the buffers between the two ends are soon full
-    server = tiny_server(config={"max_backlog": 500, "served_model_name": [name]}).wait_ready()
+    server = tiny_server(config={"served_model_name": [name]}, max_backlog=500).wait_ready()
     body = {"model": name, "prompt": "x", "n": 8, "max_tokens": 1900, "stream": True, "ignore_eos": True}
     data = json.dumps(body).encode()
     kind = "Host: x\r\nContent-Type: application/json"

@@ -40,7 +40,7 @@ def test_greedy_answers_over_http_are_the_golden_tokens(server: Server) -> None:
 
 
 def test_a_chat_in_the_words_of_the_official_client(server: Server) -> None:
-    chat = [item for item in json.loads(GOLDEN.read_text())["items"] if item["kind"] == "chat"][0]
+    chat = next(item for item in json.loads(GOLDEN.read_text())["items"] if item["kind"] == "chat")
     told = server.post("/tokenize", {"messages": [{"role": "user", "content": chat["prompt"]}]}).json()
     assert told["tokens"] == chat["prompt_token_ids"]
     answer = server.client.chat.completions.create(

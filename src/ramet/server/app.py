@@ -9,7 +9,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-import ramet
 from ramet.errors import RametError
 from ramet.server import control
 from ramet.server.chat import chat_completions
@@ -48,7 +47,7 @@ def make_app(state: ServerState) -> ASGIApp:
     state : ServerState
     """
     config = state.config
-    app = FastAPI(title="Ramet", version=ramet.__version__, docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(title="Ramet", docs_url=None, redoc_url=None, openapi_url=None)
     app.state.ramet = state
     for method, routes in (("GET", GET), ("POST", POST)):
         for path, endpoint in routes.items():

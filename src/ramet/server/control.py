@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version as package_version
+
 from starlette.requests import Request
 from starlette.responses import Response
 
-import ramet
 from ramet.errors import shown
 from ramet.server.body import flag, read_json
 from ramet.server.errors import ApiError
@@ -30,7 +31,7 @@ async def health(request: Request) -> Response:
 
 async def version(request: Request) -> Response:
     """The version of Ramet."""
-    return json_response({"version": ramet.__version__})
+    return json_response({"version": package_version("ramet")})
 
 
 async def metrics(request: Request) -> Response:
