@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +12,8 @@ from attention_oracle import Case, rms
 
 from ramet.attention import Problem, merge_states
 from ramet.attention.backends import fa4
-from ramet.attention.backends.fa4 import Fa4Backend
+from ramet.attention.backends.base import Tensors
+from ramet.attention.backends.fa4 import Fa4Backend, Fa4Executor
 from ramet.attention.backends.fa4_layout import Layout, Sequences, layout
 from ramet.attention.build import build_work
 from ramet.attention.problem import SharePolicy
@@ -159,3 +163,41 @@ def test_nothing_is_kept_on_the_device() -> None:
     from ramet.attention import Capacity
 
     assert Fa4Backend().arrays(PROBLEM, Capacity(1, 1, 1)) is None
+
+
+def test_an_executor_makes_two_calls_and_one_merge(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole way on a CPU: a stand-in for the package's function, the merge kernel in Triton's interpreter."""
+    calls = []
+
+    def forward(q, k, v, *, out, lse, cu_seqlens_q, seqused_k, page_table, causal, softmax_scale, **rest):  # type: ignore[no-untyped-def]
+        entries = np.arange(len(q))
+        call = Sequences(entries, cu_seqlens_q.numpy(), seqused_k.numpy(), page_table.numpy(), 0, 0)
+        values, found = attend(call, q, (k, v), causal)
+        out.copy_(values)
+        if lse is not None:
+            lse.copy_(found.T)
+        assert rest == {"max_seqlen_q": rest["max_seqlen_q"], "max_seqlen_k": rest["max_seqlen_k"], "softcap": None,
+                        "num_splits": 1}  # fmt: skip
+        assert softmax_scale == q.shape[2] ** -0.5
+        calls.append(causal)
+
+    module = ModuleType("flash_attn.cute.interface")
+    module._flash_attn_fwd = forward  # type: ignore[attr-defined]
+    for name in ("flash_attn", "flash_attn.cute"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", module)
+    case = nested(2)
+    problem = Problem(**case.shape(), dtype=torch.float32)
+    q, (k_pool, v_pool) = case.queries(), case.pools()
+    truth, truth_lse = case.dense(q, case.head_dim**-0.5)
+    for gate, made in (("open", [False, True]), ("closed", [False, True])):
+        work = build_work(case.forest(), SharePolicy(0), gate)
+        executor = Fa4Executor(layout(work, problem, 1), problem, torch.device("cpu"))
+        out, lse = torch.full_like(q, float("nan")), torch.full(q.shape[:2], float("nan"))
+        executor.run(Tensors(q, k_pool, v_pool, out, lse, case.head_dim**-0.5, None))
+        assert rms(out - truth) < 1e-5
+        assert (lse - truth_lse).abs().max() < 1e-5
+        assert calls == made
+        calls.clear()
+    with pytest.raises(Unsupported, match="sm_scale as a float"):
+        executor.run(Tensors(q, k_pool, v_pool, q, None, torch.ones(1), None))

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from ramet.attention.cost_table import Costs
 from ramet.attention.registry import BACKENDS
+from ramet.bench.attention_calibrate import _costs
 from ramet.bench.attention_data import Data
 from ramet.bench.attention_floor import CARDS, floor_of
 from ramet.bench.attention_report import as_json, header, row, sharing
@@ -186,25 +188,9 @@ def test_nested_forests_are_compared_with_one_level() -> None:
     assert sharing(results[:1]) == []
 
 
-ARGV = [
-    "bench",
-    "attention",
-    "--device",
-    "cpu",
-    "--dtype",
-    "float32",
-    "--backends",
-    "cpu",
-    "--prompts",
-    "2",
-    "--n",
-    "3",
-    "--prompt-len",
-    "20",
-    "--tail",
-    "10",
-]
-ARGV += ["--q-len", "2", "--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--page-size", "8"]
+SHAPE = {"prompts": 2, "n": 3, "prompt-len": 20, "tail": 10, "q-len": 2, "heads": 4, "kv-heads": 2, "head-dim": 16}
+FLAGS = {**SHAPE, "page-size": 8, "device": "cpu", "dtype": "float32", "backends": "cpu"}
+ARGV = ["bench", "attention", *(f"--{flag}={value}" for flag, value in FLAGS.items())]
 
 
 def command(*argv: str) -> tuple[int, str, str]:
@@ -246,3 +232,32 @@ def test_a_plot_needs_matplotlib_and_says_so_first(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     code, out, err = command(*ARGV, "--plot", str(tmp_path / "a.png"))
     assert code == 2 and out == "" and "pip install 'ramet[plot]'" in err
+
+
+def test_calibration_needs_a_gpu() -> None:
+    code, _, err = command("bench", "attention", "--device", "cpu", "--calibrate", "costs.json")
+    assert code == 2 and "--calibrate measures a GPU" in err
+
+
+class _Modelled:
+    """Times that follow known costs: 5 us, 4 TB/s, and what a table that splits finely gains at 256 tokens."""
+
+    sm_count = 132
+
+    def us(self, shape: Shape, costs: Costs, gate: str = "auto") -> float:
+        levels = bool(shape.system_len) + bool(shape.prompt_len)
+        partials = shape.rows * 28 * levels * 2e-4
+        if costs.item_us > 1:
+            return 5 + shape.node_tokens * 2048 / 4e6 + partials
+        return 20 + abs(costs.min_split_tokens - 256) / 100
+
+
+def test_costs_are_slopes_of_times() -> None:
+    start = Costs("triton", 128, 2, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 64)
+    found = _costs(_Modelled(), Shape(1, 1, 0), start)  # type: ignore[arg-type]
+    assert found.launch_us == pytest.approx(5, abs=0.01)
+    assert found.bytes_per_us == pytest.approx(4e6)
+    assert found.partial_ns == pytest.approx(0.2)
+    assert found.row_block_us == pytest.approx(16 * 64 * 2048 / 4e6)
+    assert found.min_split_tokens == 256
+    assert found.item_us > 0 and (found.backend, found.head_dim) == ("triton", 128)

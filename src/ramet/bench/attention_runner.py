@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -141,7 +142,7 @@ class Bench:
         truth: Truth | None = None
         for candidate in sorted(chosen, key=lambda candidate: candidate.whole_pages):
             result = Result(shape, candidate.name, "ok", "", floor_of(shape, self.dtype.itemsize, self.rates).us)
-            problem = self._problem(shape)
+            problem = problem_of(shape, self.device, self.dtype)
             support = candidate.backend.supports(problem)
             if not support.ok:
                 yield replace(result, status="unsupported", reason=support.reason)
@@ -159,7 +160,7 @@ class Bench:
 
     def _measure(self, result: Result, candidate: Candidate, data: Data, truth: Truth) -> Result:
         data.fill_unused(float("nan") if candidate.registered else 0.0)
-        runner = Runner(candidate, data, self._problem(data.shape))
+        runner = Runner(candidate, data, problem_of(data.shape, self.device, self.dtype))
         error = truth.error(runner.output())
         result = replace(
             result, error=error, allowed=truth.allowed, reason=candidate.backend.supports(runner.problem).reason
@@ -173,16 +174,18 @@ class Bench:
             result = replace(result, deterministic_us=Runner(candidate, data, problem).time())
         return result
 
-    def _problem(self, shape: Shape) -> Problem:
-        return Problem(
-            shape.num_qo_heads,
-            shape.num_kv_heads,
-            shape.head_dim,
-            shape.page_size,
-            device=self.device.type,
-            dtype=self.dtype,
-            max_q_len=1 << (shape.q_len - 1).bit_length(),
-        )
+
+def problem_of(shape: Shape, device: torch.device, dtype: torch.dtype) -> Problem:
+    """What the shape asks of a backend."""
+    return Problem(
+        shape.num_qo_heads,
+        shape.num_kv_heads,
+        shape.head_dim,
+        shape.page_size,
+        device=device.type,
+        dtype=dtype,
+        max_q_len=1 << (shape.q_len - 1).bit_length(),
+    )
 
 
 class Runner:
@@ -236,24 +239,20 @@ class Runner:
     def plan_times(self) -> tuple[float, float]:
         """Median microseconds of a plan for a new forest, and for one whose tails have other lengths only."""
         forest = self.data.forest
-        fresh = [
-            replace(forest, **{name: values.copy() for name, values in vars(forest).items()}) for _ in range(PLANS)
-        ]
+        copies = ({name: values.copy() for name, values in vars(forest).items()} for _ in range(PLANS))
+        fresh = [partial(self.plan, replace(forest, **arrays)) for arrays in copies]
         shorter = forest.node_end.copy()
         shorter[forest.row_leaf] -= self.data.shape.tail > self.data.shape.q_len
-        turns = [replace(forest, node_end=ends) for ends in (shorter, forest.node_end) * PLANS]
-        return _median_us([lambda f=f: self.plan(f) for f in fresh]), _median_us(
-            [lambda f=f: self.plan(f) for f in turns]
-        )
+        turns = [partial(self.plan, replace(forest, node_end=ends)) for ends in (shorter, forest.node_end) * PLANS]
+        return _median_us(fresh), _median_us(turns)
 
     def time(self) -> float:
         """Median microseconds of one layer, every run over another pool than the one before."""
         pools = self.data.pools
         for pool in pools[:2]:
             self.run(pool)
-        if self.data.q.is_cuda:
-            return _replay_us(lambda: [self.run(pool) for pool in pools]) / len(pools)
-        return _median_us([lambda pool=pool: self.run(pool) for pool in pools])
+        calls = [partial(self.run, pool) for pool in pools]
+        return _replay_us(calls) if self.data.q.is_cuda else _median_us(calls)
 
 
 def _median_us(calls: Sequence[Callable[[], Any]]) -> float:
@@ -265,12 +264,13 @@ def _median_us(calls: Sequence[Callable[[], Any]]) -> float:
     return float(np.median(times)) * 1e6
 
 
-def _replay_us(call: Callable[[], Any]) -> float:
-    """Median microseconds of replays of a CUDA graph."""
+def _replay_us(calls: Sequence[Callable[[], Any]]) -> float:
+    """Microseconds of one call: the median of replays of a CUDA graph of all of them."""
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        call()
+        for call in calls:
+            call()
     for _ in range(2):
         graph.replay()
     times = []
@@ -281,4 +281,4 @@ def _replay_us(call: Callable[[], Any]) -> float:
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end) * 1e3)
-    return median(times)
+    return median(times) / len(calls)
