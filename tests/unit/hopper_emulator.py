@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 
 from ramet.attention.backends.hopper_schedule import CAUSAL, DIRECT, ONCE, SHARED, TILE, Schedule, Shape
@@ -59,15 +61,18 @@ def run(
         check_first(cta, segments, pages, shape)
         ring = ring_of(cta, segments)
         used = np.zeros((len(ring), 2), int)
+        readers: list[list[list[int]]] = [[], []]
         for side in range(2):
             before = -1
             for item in items[cta[6 + 2 * side] : cta[7 + 2 * side]]:
                 at, rows, places = item[0], [], []
+                readers[side].append([])
                 for tile in range(item[1]):
                     kind, segment, nth = ring[at]
                     assert at > before and kind == (BOTH if item[5] & SHARED else side)
                     assert segment[4] & (ONCE - 1) == item[4]
                     used[at, side] += 1
+                    readers[side][-1].append(int(at))
                     row, place = keys_of(segment, nth, pages, shape.page_size)
                     rows.append(row)
                     places.append(place)
@@ -82,6 +87,8 @@ def run(
                 )
         for (kind, _, _), count in zip(ring, used, strict=True):
             assert tuple(count) == ((1, 1) if kind == BOTH else (kind == 0, kind == 1))
+        for stages in (3, 6):  # of head_dim 128 and 64
+            check_progress(ring, readers, stages)
     _merge(plan, shape, stride, (out, lse, partial, partial_lse))
     return out, lse
 
@@ -125,3 +132,39 @@ def _merge(plan, shape, stride, outputs) -> None:  # type: ignore[no-untyped-def
                 assert not np.isnan(log).any()
                 lse[token, head] = np.logaddexp.reduce(log)
                 out[token, head] = np.exp(log - lse[token, head]) @ partial[at]
+
+
+def check_progress(ring: list[tuple[int, np.ndarray, int]], readers: list[list[list[int]]], stages: int) -> None:
+    """Run producer and warpgroups, each waiting as the kernel does, until all are done: none may wait for ever.
+
+    ``readers`` holds each warpgroup's items, each the ring numbers of its tiles.
+    """
+    loads = [(what, tile) for tile in range(len(ring)) for what in "kv"]
+    products: list[list[list[tuple[str, int]]]] = [[], []]  # loads that a step waits for; it then frees all but K's use
+    frees: list[list[list[tuple[str, int]]]] = [[], []]
+    for side, items in enumerate(readers):
+        for tiles in items:
+            products[side].append([("k", tiles[0])])
+            frees[side].append([("k", tiles[0])])
+            for before, tile in pairwise(tiles):
+                products[side].append([("k", tile), ("v", before)])
+                frees[side].append([("k", tile), ("v", before)])
+            products[side].append([("v", tiles[-1])])
+            frees[side].append([("v", tiles[-1])])
+    arrived: set[tuple[str, int]] = set()
+    left = {(what, tile): 2 if ring[tile][0] == BOTH else 1 for what, tile in loads}
+    at, put = [0, 0], 0
+    while put < len(loads) or any(at[side] < len(products[side]) for side in range(2)):
+        moved = False
+        if put < len(loads):
+            what, tile = loads[put]
+            if tile < stages or left[what, tile - stages] == 0:
+                arrived.add(loads[put])
+                put, moved = put + 1, True
+        for side in range(2):
+            if at[side] < len(products[side]) and arrived.issuperset(products[side][at[side]]):
+                for freed in frees[side][at[side]]:
+                    left[freed] -= 1
+                at[side], moved = at[side] + 1, True
+        assert moved, "producer and warpgroups wait for one another"
+    assert not any(left.values())
