@@ -208,9 +208,8 @@ def plan(
         A backend's name pins it. ``"+a,-b"`` edits the order in which backends are asked. Default: the environment
         variable ``RAMET_ATTENTION`` in the same notation, else the built-in order; with ``buffers``, theirs.
     gate : {"auto", "open", "closed"}
-        Which nodes are read once for all rows below them: those where the backend's measured cost says that it pays;
-        every node above a leaf, even above one single row (a row's bits then do not depend on how many rows there are);
-        none.
+        Which nodes are read once for all rows below: those where the backend's measured cost says that it pays; every
+        node above a leaf, even above one single row (bits then do not depend on how many rows there are); none.
     device : str or torch.device, default "cpu"
     buffers : PlanBuffers, optional
         Made by :func:`plan_buffers` for the same problem. They are rewritten: a graph that captured ``run`` of an

@@ -181,7 +181,7 @@ class Fa4Executor:
         self._merge(self.before, forward, tensors)
 
     def _merge(self, before: _Call, forward: Callable[..., Any], tensors: Tensors) -> None:
-        from ramet.attention.backends.fa4_merge import merge_kernel
+        from ramet.attention.kernels.fa4_merge import merge_kernel
 
         shared, shared_lse = before.run(forward, tensors, None, True)
         tail, tail_lse = self.tails.run(forward, tensors, None, True)
