@@ -248,3 +248,17 @@ def test_a_body_above_the_limit_and_a_missing_key() -> None:
         assert "access-control-allow-origin" not in server.get("/health", headers={"Origin": "http://a"}).headers
     finally:
         server.close()
+
+
+def test_an_error_nobody_expected_is_answered_and_logged_once(
+    tiny: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fail() -> int:
+        raise KeyError("broken")
+
+    monkeypatch.setattr(tiny.llm, "reset_prefix_cache", fail)
+    answer = tiny.post("/reset_prefix_cache", headers={"X-Request-Id": "odd", "Connection": "close"})
+    assert answer.status_code == 500 and "request odd" in answer.json()["error"]["message"]
+    assert "broken" not in answer.text
+    (record,) = [r for r in caplog.records if r.levelname == "ERROR"]
+    assert record.getMessage() == "request odd failed: 'broken'" and record.exc_info

@@ -7,14 +7,12 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp
 
-from ramet.errors import RametError
 from ramet.server import control
 from ramet.server.chat import chat_completions
 from ramet.server.completions import completions
 from ramet.server.errors import ApiError
-from ramet.server.gate import Gate, on_error
+from ramet.server.gate import Gate
 from ramet.server.sse import json_response
 from ramet.server.state import ServerState
 from ramet.server.tokens import detokenize, tokenize
@@ -39,7 +37,7 @@ POST = {
 }
 
 
-def make_app(state: ServerState) -> ASGIApp:
+def make_app(state: ServerState) -> FastAPI:
     """Return the application. Whoever runs it starts and closes the engine.
 
     Parameters
@@ -53,18 +51,17 @@ def make_app(state: ServerState) -> ASGIApp:
         for path, endpoint in routes.items():
             app.add_route(path, endpoint, methods=[method])
     app.add_exception_handler(HTTPException, _as_openai)
-    for kind in (ApiError, RametError, Exception):
-        app.add_exception_handler(kind, on_error)
-    gate: ASGIApp = Gate(app, config.api_key, config.access_log)
-    if not config.allowed_origins:
-        return gate
-    return CORSMiddleware(  # outside: a browser asks beforehand, and without a key
-        gate,
-        allow_origins=list(config.allowed_origins),
-        allow_methods=["GET", "POST"],
-        allow_headers=["*"],
-        expose_headers=["X-Request-Id", "Retry-After"],
-    )
+    # Inside the framework's own last resort, which never gets to see an error that has no answer yet.
+    app.add_middleware(Gate, api_keys=config.api_key, access_log=config.access_log)
+    if config.allowed_origins:  # around the gate: a browser asks beforehand, and without a key
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(config.allowed_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
+    return app
 
 
 async def _as_openai(request: Request, error: Exception) -> Response:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from time import perf_counter
 
 from starlette.datastructures import Headers
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -106,8 +105,3 @@ def error_response(error: Exception, request_id: str) -> Response:
     if told.status >= 500 and told is not error:
         log.error("request %s failed: %s", request_id, error, exc_info=error if told.status == 500 else None)
     return json_response(told.body(), told.status, told.headers)
-
-
-async def on_error(request: Request, error: Exception) -> Response:
-    """Handle an exception of an endpoint."""
-    return error_response(error, request.scope["state"]["request_id"])
