@@ -86,6 +86,22 @@ def test_models_and_tokens(tiny: Server) -> None:
     assert set(tiny.get("/version").json()) == {"version"}
 
 
+def test_variables_of_the_chat_template(tiny: Server) -> None:
+    def rendered(**fields: Any) -> Any:
+        body = {"messages": [{"role": "user", "content": "x"}], **fields}
+        return tiny.post("/detokenize", {"tokens": tiny.post("/tokenize", body).json()["tokens"]}).json()["prompt"]
+
+    assert rendered(chat_template_kwargs={"think": True}) == "<user>x\n<assistant><think>"
+    assert rendered(chat_template_kwargs={"think": True}, add_generation_prompt=False) == "<user>x\n<think>"
+    asked: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+    extra = {"chat_template_kwargs": {"think": True}, "return_token_ids": True}
+    answer = tiny.client.chat.completions.create(**asked, extra_body=extra)
+    assert answer.usage and answer.usage.prompt_tokens == len("<user>x\n<assistant><think>")
+    for wrong in ("think", {"messages": []}):
+        refused = tiny.post("/v1/chat/completions", {**asked, "chat_template_kwargs": wrong})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "chat_template_kwargs"
+
+
 def test_batches_of_prompts_and_token_ids_in_and_out(tiny: Server) -> None:
     ids = tiny.post("/tokenize", {"prompt": "hello"}).json()["tokens"]
     asked = dict(n=2, seed=5, max_tokens=4, return_token_ids=True)
@@ -155,3 +171,28 @@ def test_a_partial_rollout_goes_on_from_its_token_ids(tiny: Server) -> None:
             first_sample_id=choice["sample_id"],
         )["choices"]
         assert rest["token_ids"] == choice["token_ids"][5:]
+
+
+def test_a_partial_rollout_of_a_stream_goes_on_in_another(tiny: Server) -> None:
+    asked: dict[str, Any] = dict(n=3, max_tokens=12, return_token_ids=True, ignore_eos=True)
+    tokens: list[list[int]] = [[], [], []]
+    seeds: set[int] = set()
+    prompt: list[int] = []
+    for event in tiny.events(prompt="again", **asked):
+        (choice,) = event["choices"]
+        prompt = choice.get("prompt_token_ids", prompt)
+        tokens[choice["index"]] += choice.get("token_ids", [])
+        seeds |= {choice["seed"]} if "seed" in choice else set()
+    assert [len(ids) for ids in tokens] == [12] * 3
+    (seed,) = seeds  # one for all samples; the sample id tells them apart
+    for k, ids in enumerate(tokens):
+        resumed = {**asked, "n": 1, "max_tokens": 7, "seed": seed, "first_sample_id": k}
+        rest = [e["choices"][0] for e in tiny.events(prompt=prompt + ids[:5], **resumed)]
+        assert [i for choice in rest for i in choice.get("token_ids", [])] == ids[5:]
+
+
+def test_first_k_of_n_in_a_stream_ends_every_choice_once(tiny: Server) -> None:
+    events = tiny.events(prompt="abc", n=8, first_k=3, max_tokens=400, seed=2, temperature=1.5)
+    ends = [(c["index"], c["finish_reason"]) for e in events for c in e["choices"] if c["finish_reason"]]
+    assert sorted(index for index, _ in ends) == list(range(8))
+    assert sum(reason != "abort" for _, reason in ends) >= 3

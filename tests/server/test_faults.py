@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -144,25 +147,49 @@ def test_the_queue_admits_groups_whole_or_answers_429() -> None:
         server.close()
 
 
-def test_a_slow_reader_is_aborted_and_others_are_not_held_up() -> None:
-    name = "m" * 2000  # repeated by every event: the buffers between the two ends are soon full
-    server = tiny_server(config={"served_model_name": [name]}, max_backlog=500).wait_ready()
-    body = {"model": name, "prompt": "x", "n": 8, "max_tokens": 1900, "stream": True, "ignore_eos": True}
+LONG_NAME = "m" * 2000
+"""Of a model: repeated by every event, so that the buffers between the two ends are soon full."""
+
+
+@contextmanager
+def reads_nothing(server: Server) -> Iterator[None]:
+    """A client that asks for a long stream and takes nothing of it."""
+    body = {"model": LONG_NAME, "prompt": "x", "n": 8, "max_tokens": 1900, "stream": True, "ignore_eos": True}
     data = json.dumps(body).encode()
-    kind = "Host: x\r\nContent-Type: application/json"
+    kind = "Host: x\r\nContent-Type: application/json\r\nX-Request-Id: slow"
     head = f"POST /v1/completions HTTP/1.1\r\n{kind}\r\nContent-Length: {len(data)}\r\n\r\n"
-    port = int(server.url.rsplit(":", 1)[1])
-    slow = socket.socket()
-    try:
+    with socket.socket() as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        slow.connect(("127.0.0.1", port))
+        slow.connect(("127.0.0.1", int(server.url.rsplit(":", 1)[1])))
         slow.sendall(head.encode() + data)
         wait_for(lambda: server.llm.num_open == 1, 10)
-        assert server.complete(prompt="quick", max_tokens=3)["choices"]
-        wait_for(lambda: server.llm.num_open == 0, 50)
-        assert server.engine.stats.samples_finished["abort"] == 8
+        yield
+
+
+def test_a_slow_reader_is_aborted_and_others_are_not_held_up(caplog: pytest.LogCaptureFixture) -> None:
+    server = tiny_server(config={"served_model_name": [LONG_NAME]}, max_backlog=500).wait_ready()
+    try:
+        with reads_nothing(server):
+            assert server.complete(prompt="quick", max_tokens=3)["choices"]
+            wait_for(lambda: server.llm.num_open == 0, 50)
+            assert server.engine.stats.samples_finished["abort"] == 8
+        (line,) = [r.getMessage() for r in caplog.records if "is aborted" in r.getMessage()]
+        found = re.fullmatch(r"request cmpl-slow-0 is aborted: its reader is (\d+) tokens behind", line)
+        assert found and 500 < int(found[1]) <= 508
     finally:
-        slow.close()
+        server.close()
+
+
+def test_a_reader_that_takes_nothing_for_too_long_is_broken_off(caplog: pytest.LogCaptureFixture) -> None:
+    config = {"served_model_name": [LONG_NAME], "write_timeout": 0.2}
+    server = tiny_server(config=config).wait_ready()
+    try:
+        with reads_nothing(server):
+            wait_for(lambda: server.llm.num_open == 0, 50)
+        server.assert_free()
+        errors = [r.getMessage() for r in caplog.records if r.levelname in ("WARNING", "ERROR")]
+        assert errors == ["request slow is broken off: ReaderTooSlow: its reader took nothing for 0.2 s"]
+    finally:
         server.close()
 
 

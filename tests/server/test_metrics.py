@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from types import SimpleNamespace
 
-from serving import Server
+import pytest
+from serving import Server, wait_for
 
 from ramet.outputs import CompletionOutput, RequestOutput
 from ramet.server.metrics import Metrics
-from ramet.server.progress import progress_line
+from ramet.server.progress import log_progress, progress_line
 
 FROZEN = {
     "e2e_request_latency_seconds": "histogram",
@@ -107,3 +109,26 @@ def test_the_line_of_the_log() -> None:
     )
     idle = {**now, "requests_running": 0, "requests_waiting": 0}
     assert progress_line(idle, idle, generated=0, seconds=10) is None
+
+
+def test_the_line_comes_while_something_happens_and_not_otherwise(
+    tiny: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    watched = SimpleNamespace(llm=tiny.llm, metrics=tiny.llm.observer)
+    logging = asyncio.run_coroutine_threadsafe(log_progress(watched, 0.05), tiny.loop)  # type: ignore[arg-type]
+    try:
+        tiny.complete(prompt="count me", n=4, max_tokens=300, ignore_eos=True)
+        wait_for(lambda: progress_lines(caplog), 5)
+        tiny.assert_free()
+        time.sleep(0.2)  # what is left of the last busy interval
+        lines = progress_lines(caplog)
+        time.sleep(0.3)
+        assert progress_lines(caplog) == lines, "nothing happened since"
+    finally:
+        logging.cancel()
+    assert any("running 1 requests (4 samples)" in line for line in lines)
+
+
+def progress_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.name == "ramet.server.progress"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from typing import Any
@@ -57,6 +58,21 @@ def test_the_end_aborts_what_takes_too_long() -> None:
     server.close()
     thread.join(5)
     assert {c["finish_reason"] for c in found[0]["choices"]} == {"abort"}
+
+
+def test_the_last_lines_of_a_dead_engine_are_reported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PYTHONFAULTHANDLER", "1")  # its last words
+    server = tiny_server(in_process=False).wait_ready()
+    server.llm.host.process.send_signal(signal.SIGABRT)  # type: ignore[attr-defined]
+    wait_for(lambda: server.llm.death is not None, 5)
+    told = "its process was ended by SIGABRT; its last log lines:"
+    for text in (str(server.llm.death), caplog.text):
+        assert told in text and "Fatal Python error: Aborted" in text and "service/loop.py" in text
+    answer = server.post("/v1/completions", {"prompt": "x"})
+    assert answer.status_code == 503 and "Fatal" not in answer.text, "the log is not for clients"
+    server.close()
 
 
 async def _start(**settings: Any) -> None:

@@ -57,3 +57,22 @@ def test_json_of_a_schema_from_the_real_vocabulary(server: Server) -> None:
     )
     whole = [c for c in answer["choices"] if c["finish_reason"] == "stop"]
     assert whole and all(isinstance(json.loads(c["text"])["age"], int) for c in whole)
+
+
+@pytest.mark.parametrize("logprobs", [None, 2])
+def test_a_stream_of_two_samples_is_what_the_whole_answer_is(server: Server, logprobs: int | None) -> None:
+    request: dict[str, Any] = dict(
+        model="smollm2", prompt="Once upon a time", n=2, seed=5, max_tokens=24, logprobs=logprobs
+    )
+    whole = server.client.completions.create(**request)
+    assert whole.choices[0].text != whole.choices[1].text
+    texts, values, ends = ["", ""], [[], []], [0, 0]
+    for chunk in server.client.completions.create(**request, stream=True):
+        (choice,) = chunk.choices
+        texts[choice.index] += choice.text
+        values[choice.index] += (choice.logprobs and choice.logprobs.token_logprobs) or []
+        ends[choice.index] += choice.finish_reason is not None
+    assert texts == [c.text for c in whole.choices] and ends == [1, 1]
+    if logprobs is not None:
+        for found, expected in zip(values, whole.choices, strict=True):
+            assert found == pytest.approx(expected.logprobs.token_logprobs, abs=1e-4)

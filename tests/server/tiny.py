@@ -15,7 +15,7 @@ VOCAB = 300
 EOS = 256
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}{% if think %}<think>{% endif %}"
 )
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",
