@@ -6,6 +6,7 @@ import numpy as np
 
 from ramet.cache import TailTable
 from ramet.engine.group import EMPTY_LOG, GroupRequest, Sample, SampleLog
+from ramet.engine.tops import TopColumns
 from ramet.sampling.structured import token_mask
 
 NO_TOKEN = -1
@@ -34,8 +35,7 @@ class RowTable:
         self.stop_ids = np.full((n, 1), NO_TOKEN, np.int32)
         self.logprobs = np.zeros((0, 0), np.float32)
         self.samples: list[Sample | None] = [None] * n
-        # Ranks and top-k lists are asked for by few rows; a list of one entry per token costs the others nothing.
-        self._tops: dict[int, list[tuple[int, np.ndarray, np.ndarray]]] = {}
+        self._tops: dict[int, TopColumns] = {}  # asked for by few rows; costs the others nothing
         self.num_running = 0
 
     def start(self, slots: np.ndarray, samples: list[Sample]) -> None:
@@ -80,7 +80,8 @@ class RowTable:
         if log.logprobs is not None:
             self.logprobs[slot, : len(log.logprobs)] = log.logprobs
         if log.ranks is not None and log.top_ids is not None and log.top_logprobs is not None:
-            self._tops[slot] = list(zip(log.ranks.tolist(), log.top_ids, log.top_logprobs, strict=True))
+            tops = self._tops[slot] = TopColumns(log.top_ids.shape[1])
+            tops.append(log.ranks, log.top_ids, log.top_logprobs)
 
     def record(self, slots: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray | None) -> None:
         """Append one sampled token to each row, with its log-probability where asked for."""
@@ -93,7 +94,9 @@ class RowTable:
 
     def record_top(self, slot: int, rank: int, token_ids: np.ndarray, logprobs: np.ndarray) -> None:
         """Append the rank of a row's last token and the likeliest tokens at its place."""
-        self._tops.setdefault(slot, []).append((rank, token_ids, logprobs))
+        if slot not in self._tops:
+            self._tops[slot] = TopColumns(len(token_ids))
+        self._tops[slot].append(rank, token_ids, logprobs)
 
     def hit_stop(self, slots: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Which rows just sampled one of their stop ids, min_tokens respected (bool [rows])."""
@@ -120,12 +123,9 @@ class RowTable:
         logprobs = self.logprobs[slot, :count].copy() if self.wants_logprobs[slot] else None
         log = EMPTY_LOG._replace(token_ids=self.tails.sampled[slot, :count].copy(), logprobs=logprobs)
         tops = self._tops.get(slot)
-        if tops:
-            log = log._replace(
-                ranks=np.array([r for r, _, _ in tops]),
-                top_ids=np.stack([ids for _, ids, _ in tops]),
-                top_logprobs=np.stack([values for _, _, values in tops]),
-            )
+        if tops is not None:
+            ranks, top_ids, top_logprobs = tops.columns()
+            log = log._replace(ranks=ranks, top_ids=top_ids, top_logprobs=top_logprobs)
         return log
 
     def stop(self, sample: Sample) -> int:
