@@ -15,6 +15,7 @@ TORCH_INDEX := $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL))
 
 PROMPT ?= Write one sentence about a tree that grows from its own root.
 N ?= 8
+TEST_WORKERS ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-gpu soak lint format bench-cpu clean
@@ -25,8 +26,8 @@ help:  ## show the targets
 demo: $(VENV)/.demo  ## set up, then N samples (default 8) of PROMPT from SmolLM2-135M
 	$(BIN)/ramet generate smollm2-135m --chat --prompt "$(PROMPT)" --n $(N) --max-tokens 64
 
-test: $(VENV)/.dev  ## set up, then the test suite (without soak tests)
-	$(BIN)/python -m pytest $(ARGS)
+test: $(VENV)/.dev  ## set up, then the test suite (without soak tests), in TEST_WORKERS processes of one thread each
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(ARGS)
 
 # The GPU tests use the Python of the machine, whose torch and Triton fit its driver.
 test-gpu:  ## the tests on a GPU, with PYTHON's own torch and Triton; then memory checks on a small set
